@@ -1,11 +1,11 @@
 """Every exception of the package, in one tree.
 
-::
+.. code-block:: text
 
-    Error
+    cupy_zc.Error
     ├── InvalidValueError      (ValueError)       an argument is outside what is allowed
     ├── InvalidTypeError       (TypeError)        an argument is of the wrong kind
-    ├── ClosedError                               the object was closed, or belongs to a parent process
+    ├── ClosedError                               the object was closed
     ├── DriverError                               a call into the driver failed
     │   └── MulticastUnavailableError             multicast is off, absent, or did not work
     ├── OutOfMemoryError       (cupy.cuda.memory.OutOfMemoryError)
@@ -19,6 +19,7 @@ Each message says what happened, on which rank where there is one, and what to d
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 from cupy.cuda.memory import OutOfMemoryError as _CupyOutOfMemoryError
@@ -38,6 +39,15 @@ __all__ = [
 ]
 
 
+def _show(value: object) -> str:
+    """A value in a few words. The repr of a device array would copy it, and wait for the device."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = type(value)
+        name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+        return f"<{name} of shape {value.shape} and dtype {value.dtype}>"
+    return reprlib.repr(value)
+
+
 class Error(Exception):
     """Root of everything this package raises on purpose."""
 
@@ -53,25 +63,28 @@ class InvalidValueError(Error, ValueError):
     """
 
     def __init__(self, call: str, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"{call}: {name}={value!r} is not allowed; expected {allowed}")
+        super().__init__(f"{call}: {name}={_show(value)} is not allowed; expected {allowed}")
         self.call = call
         self.name = name
         self.value = value
 
 
 class InvalidTypeError(Error, TypeError):
-    """An argument is of a type that is not accepted. Arguments as for :class:`InvalidValueError`."""
+    """An argument is of a type that is not accepted.
+
+    Args: as for :class:`InvalidValueError`.
+    """
 
     def __init__(self, call: str, name: str, value: object, allowed: str) -> None:
         kind = type(value).__name__
-        super().__init__(f"{call}: {name} is a {kind} ({value!r}); expected {allowed}")
+        super().__init__(f"{call}: {name} is a {kind} ({_show(value)}); expected {allowed}")
         self.call = call
         self.name = name
         self.value = value
 
 
 class ClosedError(Error):
-    """The object was closed, or was made by a parent process and cannot be used in this one."""
+    """The object was closed and cannot be used any more."""
 
 
 class DriverError(Error):
@@ -143,8 +156,9 @@ class OutOfMemoryError(Error, _CupyOutOfMemoryError):  # type: ignore[misc]
 
     def __str__(self) -> str:
         text = (
-            f"Out of memory allocating {self.size:,} bytes (allocated so far: {self.total:,} bytes, "
-            f"free in the pool: {self.free:,} bytes, largest hole: {self.largest_hole:,} bytes, "
+            f"Out of memory allocating {self.size:,} bytes "
+            f"(allocated so far: {self.total:,} bytes, free in the pool: {self.free:,} bytes, "
+            f"largest hole: {self.largest_hole:,} bytes, "
             f"limit: {f'{self.limit:,} bytes' if self.limit else 'none'})"
         )
         return f"{text}: {self.reason}" if self.reason else text

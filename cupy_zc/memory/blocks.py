@@ -1,0 +1,237 @@
+"""Blocks, segments, and the free lists ("homes") they return to.
+
+A *segment* is one physical allocation; it is cut into *blocks*, which are linked in address order
+and never reach into another segment. Every segment belongs to one *home*: the free blocks of one
+queue of work (a stream, or a stream inside a capture), so memory that a stream gave back is handed
+to that stream again and needs no synchronisation.
+
+A block comes back in three steps, each cheaper to undo than the next:
+
+1. *pending*: dropping an array does one ``deque.append``, from any thread, from the garbage
+   collector, without a lock. An exact-size request takes the newest pending block straight back.
+2. *parked*: sorted by exact size, still cut as it was.
+3. *free*: merged with its free neighbours and indexed by size for best fit.
+
+Everything here but ``pending`` is guarded by the lock of the device pool that owns the home.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..driver.api import SegmentHandle
+
+if TYPE_CHECKING:
+    from .device import DevicePool
+
+__all__ = ["FREE", "PARKED", "USED", "Block", "Home", "Run", "Segment"]
+
+USED, PARKED, FREE = range(3)
+
+#: A maximal run of bytes in one state: (segment, offset, size, block or None where free).
+Run: TypeAlias = "tuple[Segment, int, int, Block | None]"
+
+
+class Segment:
+    """One physical allocation at an offset of the arena. All sizes in bytes."""
+
+    __slots__ = ("address", "created", "first", "generation", "handle", "home", "offset", "pins")
+
+    def __init__(
+        self, handle: SegmentHandle, offset: int, address: int, generation: int, created: float
+    ) -> None:
+        self.handle = handle
+        self.offset = offset
+        self.address = address
+        #: Distinguishes this segment from every other one that ever had this offset.
+        self.generation = generation
+        self.created = created
+        #: How many registrations hold it; it is not released to the driver while there is one.
+        self.pins = 0
+        self.home: Home
+        self.first: Block
+
+    @property
+    def size(self) -> int:
+        """Bytes, a multiple of the granule."""
+        return self.handle.size
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks in address order."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.next
+
+    def runs(self, back: Container[Block]) -> Iterator[Run]:
+        """Used blocks, and the free bytes between them in one piece; ``back`` counts as free."""
+        start, size = self.offset, 0
+        for block in self.blocks():
+            if block.state != USED or block in back:
+                size += block.size
+                continue
+            if size:
+                yield self, start, size, None
+            yield self, block.offset, block.size, block
+            start, size = block.offset + block.size, 0
+        if size:
+            yield self, start, size, None
+
+
+class Block:
+    """A run of bytes inside one segment."""
+
+    __slots__ = (
+        "next",
+        "offset",
+        "pending",
+        "prev",
+        "ptr",
+        "segment",
+        "since",
+        "size",
+        "state",
+        "uses",
+    )
+
+    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.ptr = segment.address + offset - segment.offset
+        self.size = size
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.state = USED
+        #: How often it was handed out since it was cut; written only by whoever holds it.
+        self.uses = 0
+        #: ``time.monotonic()`` of when it was last taken from the parked or free blocks.
+        self.since = 0.0
+        #: Where it goes when it is dropped: that of its home, or of ``record_stream``.
+        self.pending: deque[Block]
+
+
+class Home:
+    """The free blocks of one queue of work."""
+
+    __slots__ = ("bins", "capture", "free_bytes", "index", "key", "pending", "pool", "sizes")
+
+    def __init__(self, pool: DevicePool, key: int, capture: int | None = None) -> None:
+        self.pool = pool
+        #: The driver's stream key.
+        self.key = key
+        #: The capture that owns this home, or None.
+        self.capture = capture
+        #: Blocks given back and not looked at yet; append and pop are atomic, nothing else is used.
+        self.pending: deque[Block] = deque()
+        self.bins: dict[int, list[Block]] = {}
+        self.index: dict[int, Block] = {}
+        self.sizes: list[tuple[int, int]] = []
+        #: Bytes parked and free, without the pending ones.
+        self.free_bytes = 0
+
+    # Parked blocks
+
+    def park(self, block: Block) -> None:
+        """Keep a returned block as it is cut."""
+        block.state = PARKED
+        self.free_bytes += block.size
+        self.bins.setdefault(block.size, []).append(block)
+
+    def unpark(self, size: int) -> Block | None:
+        """A parked block of exactly ``size`` bytes."""
+        blocks = self.bins.get(size)
+        if not blocks:
+            return None
+        block = blocks.pop()
+        block.state = USED
+        self.free_bytes -= size
+        return block
+
+    def merge_parked(self) -> None:
+        """Merge everything parked into the free blocks."""
+        if not self.bins:
+            return
+        bins, self.bins = self.bins, {}
+        for blocks in bins.values():
+            for block in blocks:
+                self.free_bytes -= block.size
+                self.insert(block)
+
+    # Free blocks
+
+    def insert(self, block: Block) -> Block:
+        """Add a block to the free ones, merged with free neighbours; returns what it became."""
+        self.free_bytes += block.size
+        after, before = block.next, block.prev
+        if after is not None and after.state == FREE:
+            self._forget(after)
+            self._absorb(block, after)
+        if before is not None and before.state == FREE:
+            self._forget(before)
+            self._absorb(before, block)
+            block = before
+        block.state = FREE
+        self.index[block.offset] = block
+        bisect.insort(self.sizes, (block.size, block.offset))
+        return block
+
+    def take(self, size: int) -> Block | None:
+        """The smallest free block of at least ``size`` bytes (the lowest of equals), cut."""
+        at = bisect.bisect_left(self.sizes, (size, 0))
+        if at == len(self.sizes):
+            return None
+        _, offset = self.sizes.pop(at)
+        block = self.index.pop(offset)
+        if block.size > size:
+            rest = Block(block.segment, offset + size, block.size - size)
+            rest.prev, rest.next = block, block.next
+            if rest.next is not None:
+                rest.next.prev = rest
+            block.next = rest
+            self._retire(block)
+            block.size = size
+            rest.state = FREE
+            self.index[rest.offset] = rest
+            bisect.insort(self.sizes, (rest.size, rest.offset))
+        block.state = USED
+        self.free_bytes -= size
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Take a free block out for good, because its segment leaves."""
+        self._forget(block)
+        self._retire(block)
+        self.free_bytes -= block.size
+
+    def whole_segments(self) -> list[Segment]:
+        """Segments that are one free block and that nothing holds, by offset."""
+        return [
+            block.segment
+            for _, block in sorted(self.index.items())
+            if block.prev is None and block.next is None and block.segment.pins == 0
+        ]
+
+    def largest(self) -> int:
+        """Bytes of the largest free block, 0 where there is none."""
+        return self.sizes[-1][0] if self.sizes else 0
+
+    def _forget(self, block: Block) -> None:
+        del self.index[block.offset]
+        del self.sizes[bisect.bisect_left(self.sizes, (block.size, block.offset))]
+
+    def _absorb(self, block: Block, after: Block) -> None:
+        self._retire(block)
+        self._retire(after)
+        block.size += after.size
+        block.next = after.next
+        if after.next is not None:
+            after.next.prev = block
+
+    def _retire(self, block: Block) -> None:
+        """Move a block's uses to the pool's totals, since its size is about to change."""
+        if block.uses:
+            self.pool.retire(block.uses, block.size)
+            block.uses = 0

@@ -1,0 +1,120 @@
+"""Memory that belongs to a CUDA graph: private to its capture, returned when the graph is gone.
+
+Without this, a temporary dropped inside a capture is handed to the next eager array, and every
+replay of the graph overwrites it. Here each capture has homes of its own, one for each stream that
+takes part (two branches of a graph may run at once, so a block is reused only in the branch it came
+from). They grow segments of their own and no one else is served from them, until the graph and all
+executables made from it are gone; then the segments join the home of the stream that captured.
+
+A failed capture destroys its graph, so it takes the same way out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..driver.api import GraphLease
+from .blocks import USED, Home, Segment
+
+if TYPE_CHECKING:
+    from .device import DevicePool
+
+__all__ = ["Captures"]
+
+
+@dataclass(slots=True)
+class _Capture:
+    lease: GraphLease
+    homes: dict[int, Home] = field(default_factory=dict)
+    #: Where its memory goes afterwards. Weak, since dropping a capturing stream ends the capture.
+    streams: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+
+
+class Captures:
+    """The graph-private homes of one device pool."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._captures: dict[int, _Capture] = {}
+        #: Homes of graphs that are gone, of which the user still holds arrays: blocks to come.
+        self._ghosts: list[tuple[Home, int]] = []
+
+    def home(self, stream: Any) -> Home | None:
+        """The home of a capturing stream; None if it is not capturing after all."""
+        driver, region = self._pool.driver, self._pool.region
+        info = driver.capture_info(stream)
+        if info is None:
+            return None
+        capture = self._captures.get(info.id)
+        if capture is None:
+            lease = driver.lease_graph(info.graph)
+            with region:
+                capture = self._captures.setdefault(info.id, _Capture(lease))
+        with region:
+            home = capture.homes.get(info.stream)
+            if home is None:
+                home = capture.homes[info.stream] = Home(self._pool, 0, info.id)
+                capture.streams[info.stream] = weakref.ref(stream)
+            return home
+
+    # For the region
+
+    def homes(self) -> list[Home]:
+        """All homes that blocks of graphs may come back to, dead or alive."""
+        live = [home for capture in self._captures.values() for home in capture.homes.values()]
+        return live + [home for home, _ in self._ghosts]
+
+    def came_back(self, home: Home, blocks: int) -> None:
+        """Blocks came back to a home; a ghost is forgotten after its last one."""
+        self._ghosts = [
+            (ghost, left - blocks if ghost is home else left)
+            for ghost, left in self._ghosts
+            if ghost is not home or left > blocks
+        ]
+
+    def leased(self, segments: list[Segment]) -> int:
+        """Bytes of the segments that belong to graphs."""
+        return sum(s.size for s in segments if s.home.capture is not None)
+
+    # Not for the region
+
+    def poll(self) -> bool:
+        """Return the memory of graphs that are gone; whether there was any."""
+        if not self._captures:
+            return False
+        gone = [(number, c) for number, c in list(self._captures.items()) if c.lease.released]
+        done = False
+        for number, capture in gone:
+            streams = [(which, stream()) for which, stream in list(capture.streams.items())]
+            if any(self._capturing(stream) for _, stream in streams):
+                continue  # busy with the next graph, and cannot be asked for its key
+            targets = {which: self._pool.eager_home(stream) for which, stream in streams}
+            with self._pool.region:
+                if self._captures.pop(number, None) is None:
+                    continue  # another thread was faster
+                self._pool.drain()
+                for which, home in capture.homes.items():
+                    self._dissolve(home, targets[which])
+                done = True
+        return done
+
+    def _capturing(self, stream: Any) -> bool:
+        try:
+            return stream is not None and self._pool.driver.is_capturing(stream.ptr)
+        except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
+            return True
+
+    def _dissolve(self, home: Home, target: Home) -> None:
+        home.merge_parked()
+        left = 0
+        for segment in self._pool.arena.segments.values():
+            if segment.home is home:
+                segment.home = target
+                left += sum(block.state == USED for block in segment.blocks())
+        for block in list(home.index.values()):
+            home.remove(block)
+            target.insert(block)
+        if left:
+            self._ghosts.append((home, left))

@@ -1,0 +1,355 @@
+"""``MemoryPool``: CuPy's memory pool, on memory that can be shared, registered and multicast.
+
+The fast path of :meth:`MemoryPool.malloc` is one dict look-up and one ``deque.pop``; everything
+else is in :mod:`cupy_zc.memory.device`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from typing import Any
+
+import cupy
+from cupy.cuda import MemoryPointer, memory_hook
+
+from ..config import settings
+from ..driver import Driver, select
+from ..errors import InvalidTypeError, InvalidValueError
+from .blocks import Block
+from .device import DevicePool
+from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
+from .snapshot import PoolStatistics, SegmentInfo, segment_info, statistics, take_snapshot
+
+__all__ = ["MemoryPool", "parse_limit", "reap"]
+
+#: CuPy's unit of allocation, in bytes: sizes are rounded up to it and addresses aligned to it.
+UNIT = 512
+
+_has_hooks = memory_hook._has_memory_hooks
+
+#: Device pools whose MemoryPool is gone while arrays of it may live; see :func:`reap`.
+_orphans: list[DevicePool] = []
+_pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+
+
+class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
+    """A drop-in ``cupy.cuda.MemoryPool`` whose arrays can be shared, registered and multicast.
+
+    ``cupy.cuda.set_allocator(pool.malloc)`` is all there is to do. Memory comes in *segments* that
+    satisfy the three rules of NCCL's user buffer registration: shareable as a POSIX file
+    descriptor, a multiple of the multicast granule in size, and aligned to it. An array never
+    spans two segments.
+
+    Everything else is as in CuPy: sizes rounded to 512 bytes, free memory kept for each device and
+    stream, best fit with split and merge, limits, memory hooks, ``OutOfMemoryError`` only after
+    freeing and collecting. Two differences: the limit counts segments, so one below a granule
+    (2 MiB on most devices) admits nothing; and inside a stream capture, memory is private to the
+    graph until it is destroyed, so that a replay cannot overwrite what others own.
+
+    Args:
+        driver: ``"cuda"``, ``"host"`` (no GPU needed), or None: CUDA where there is a GPU.
+        segment_size: How many bytes to ask of the driver at a time; None: ``CUPY_ZC_SEGMENT_SIZE``
+            (64 MiB). Rounded up to the granule. Larger requests get a segment of their own.
+
+    Raises:
+        DriverError: ``driver="cuda"`` and there is no usable GPU.
+        InvalidValueError: an argument, or ``CUPY_GPU_MEMORY_LIMIT``, is not what is allowed.
+    """
+
+    def __init__(
+        self, *, driver: str | Driver | None = None, segment_size: int | None = None
+    ) -> None:
+        if segment_size is None:
+            segment_size = settings().segment_size
+        if not isinstance(segment_size, int) or isinstance(segment_size, bool):
+            raise InvalidTypeError("MemoryPool", "segment_size", segment_size, "an int, in bytes")
+        if segment_size <= 0:
+            raise InvalidValueError("MemoryPool", "segment_size", segment_size, "more than 0 bytes")
+        super().__init__()
+        self._driver = select(driver)
+        self._segment_size = segment_size
+        self._current_stream = self._driver.current_stream
+        self._current_device = self._driver.current_device
+        self._is_capturing = self._driver.is_capturing
+        self._single = self._driver.device_count() == 1
+        self._first_limit = parse_limit(os.environ.get("CUPY_GPU_MEMORY_LIMIT"))
+        self._start()
+        _pools.add(self)
+        reap()
+
+    def _start(self) -> None:
+        """Begin with nothing: at first, and in the child after a fork."""
+        self._making = threading.Lock()
+        self._devices: dict[int, DevicePool] = {}
+        #: For the fast path: stream key to pending blocks, by device.
+        self._pendings: dict[int, dict[int, deque[Block]]] = {}
+        self._finalizer = weakref.finalize(self, _abandon, self._devices)
+        self._finalizer.atexit = False
+
+    @property
+    def driver(self) -> Driver:
+        """The driver the memory comes from."""
+        return self._driver
+
+    def device_pool(self, device: int | None = None) -> DevicePool:
+        """The part of the pool on one device; None for the current one."""
+        if device is None:
+            device = self._current_device()
+        pool = self._devices.get(device)
+        if pool is None:
+            made = DevicePool(self._driver, device, self._segment_size, 0)
+            made.limit = self._limit(device, *self._first_limit)
+            with self._making:
+                pool = self._devices.setdefault(device, made)
+                self._pendings[device] = pool.pendings
+            if pool is not made:
+                made.close()
+        return pool
+
+    # Allocation
+
+    def malloc(self, size: int) -> Any:
+        """Allocate ``size`` bytes, from the pool if possible. Give this to ``set_allocator``.
+
+        Returns:
+            A ``cupy.cuda.MemoryPointer`` to the start of a block of ``size`` rounded up to 512.
+
+        Raises:
+            OutOfMemoryError: after freeing, collecting garbage and trying again.
+            DriverError: the driver failed for another reason; the pool is as it was.
+            InvalidValueError: ``size`` is negative.
+        """
+        stream = self._current_stream()
+        try:
+            key = stream._cupy_zc_key
+            device = 0 if self._single else self._current_device()
+            pending = self._pendings[device][key]
+            block = None if key and self._is_capturing(stream.ptr) else pending.pop()
+        except (AttributeError, KeyError, IndexError):
+            block = None  # a new stream, device or size: not an error
+        if block is not None:
+            if block.size == (size + 511) & -512 and not (_has_hooks() and active_hooks()):
+                return hand_over(block, device)
+            pending.append(block)
+        return self._malloc(size)
+
+    def _malloc(self, size: int) -> Any:
+        try:
+            rounded = -(-size // UNIT) * UNIT
+        except TypeError:
+            raise InvalidTypeError("MemoryPool.malloc", "size", size, "an int, in bytes") from None
+        if size < 0:
+            raise InvalidValueError("MemoryPool.malloc", "size", size, "at least 0 bytes")
+        hooks = active_hooks()
+        if not hooks:
+            return self._serve(rounded)
+        device = self._current_device()
+        for hook in hooks:
+            hook.malloc_preprocess(device_id=device, size=size, mem_size=rounded)
+        pointer, identity = 0, 0
+        try:
+            result = self._serve(rounded)
+            pointer, identity = result.ptr, id(result.mem)
+            return result
+        finally:
+            for hook in hooks:
+                hook.malloc_postprocess(
+                    device_id=device,
+                    size=size,
+                    mem_size=rounded,
+                    mem_ptr=pointer,
+                    pmem_id=identity,
+                )
+
+    def _serve(self, size: int) -> Any:
+        if size == 0:
+            return MemoryPointer(NoMemory(self._current_device(), self._driver.name), 0)
+        if _orphans:
+            reap()
+        pool = self.device_pool()
+        return hand_over(pool.allocate(pool.home(self._current_stream()), size), pool.device)
+
+    def reserve(self, nbytes: int) -> int:
+        """Make sure one request of ``nbytes`` on the current stream needs no driver call.
+
+        Returns:
+            How many bytes the pool grew by.
+
+        Raises:
+            OutOfMemoryError, DriverError, InvalidValueError: as :meth:`malloc`.
+        """
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise InvalidValueError("MemoryPool.reserve", "nbytes", nbytes, "an int, at least 0")
+        if nbytes == 0:
+            return 0
+        pool = self.device_pool()
+        return pool.reserve(pool.home(self._current_stream()), -(-nbytes // UNIT) * UNIT)
+
+    def record_stream(self, array: Any, stream: Any) -> None:
+        """Tell the pool that ``stream``, not the one the array was made on, uses the array.
+
+        When the array is dropped, its memory is not handed out again before ``stream`` has passed
+        that point; if ``stream`` is capturing, not before its graph is destroyed.
+
+        Args:
+            array: A ``cupy.ndarray`` of this pool.
+            stream: A ``cupy.cuda.Stream``, or a stream of the host driver.
+
+        Raises:
+            InvalidValueError: the array's memory is not of this pool.
+        """
+        memory: Any = getattr(getattr(array, "data", None), "mem", None)
+        if isinstance(memory, NoMemory):
+            return
+        pool = self._devices.get(getattr(memory, "device_id", -1))
+        mine = isinstance(memory, PooledMemory) and memory.segment.home.pool is pool
+        if not mine or pool is None:
+            raise InvalidValueError(
+                "MemoryPool.record_stream", "array", array, "an array allocated by this pool"
+            )
+        block: Block = memory._block
+        if pool.deferred.record(block, stream):
+            block.pending = pool.deferred.returned
+
+    # Giving back
+
+    def free_all_blocks(self, stream: Any = None) -> None:
+        """Release free segments of the current device to the driver.
+
+        A segment goes when all of it is free and nothing has registered it. Memory of CUDA graphs
+        stays until they are destroyed. While the current stream is capturing, nothing is released.
+
+        Args:
+            stream: Only release segments of this stream; None for all.
+
+        Raises:
+            DriverError: the driver refused; what it refused is in the pool as before.
+        """
+        reap()
+        pool = self.device_pool()
+        current = self._current_stream()
+        if current.ptr and self._is_capturing(current.ptr):
+            return
+        pool.deferred.settle()
+        pool.captures.poll()
+        pool.release_free(None if stream is None else self._driver.stream_key(stream))
+
+    def free_all_free(self) -> None:
+        """(Deprecated) Use :meth:`free_all_blocks`."""
+        warnings.warn(
+            "free_all_free is deprecated. Use free_all_blocks instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.free_all_blocks()
+
+    # Limits
+
+    def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
+        """Set the most bytes the pool may hold on the current device; 0 or nothing for no limit.
+
+        Args:
+            size: Bytes.
+            fraction: Of the device's memory, 0 to 1.
+
+        Raises:
+            InvalidValueError: both given, or out of range.
+        """
+        self.device_pool().limit = self._limit(self._current_device(), size, fraction)
+
+    def _limit(self, device: int, size: int | None, fraction: float | None) -> int:
+        call = "MemoryPool.set_limit"
+        if size is not None:
+            if fraction is not None:
+                raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
+            if size < 0:
+                raise InvalidValueError(call, "size", size, "at least 0 bytes")
+            return int(size)
+        if fraction is None:
+            return 0
+        if not 0 <= fraction <= 1:
+            raise InvalidValueError(call, "fraction", fraction, "0 to 1")
+        return int(fraction * self._driver.memory_info(device).total)
+
+    def get_limit(self) -> int:
+        """The limit on the current device in bytes, 0 for none."""
+        return self.device_pool().limit
+
+    # Figures
+
+    def used_bytes(self) -> int:
+        """Bytes of blocks in use on the current device."""
+        return self.device_pool().used_bytes()
+
+    def total_bytes(self) -> int:
+        """Bytes the pool holds on the current device: the sum of its segments."""
+        return self.device_pool().total_bytes
+
+    def free_bytes(self) -> int:
+        """Bytes held but not in use on the current device."""
+        pool = self.device_pool()
+        return pool.total_bytes - pool.used_bytes()
+
+    def n_free_blocks(self) -> int:
+        """How many runs of free bytes there are on the current device."""
+        return sum(block is None for _, _, _, block in self.device_pool().runs())
+
+    def segments(self) -> tuple[SegmentInfo, ...]:
+        """The segments of the current device, by offset."""
+        return tuple(segment_info(segment) for segment in self.device_pool().segments())
+
+    def statistics(self) -> PoolStatistics:
+        """Current, peak and total bytes and counts of the current device."""
+        return statistics(self.device_pool())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the pool looks like, on every device it has been used on: a JSON-able dict."""
+        return take_snapshot(self._driver, [pool for _, pool in sorted(self._devices.items())])
+
+
+def parse_limit(text: str | None) -> tuple[int | None, float | None]:
+    """``CUPY_GPU_MEMORY_LIMIT`` as (size, fraction): bytes, or a percentage with ``%``."""
+    if not text:
+        return None, None
+    try:
+        if text.endswith("%"):
+            return None, float(text[:-1]) / 100.0
+        return int(text), None
+    except ValueError:
+        raise InvalidValueError(
+            "MemoryPool", "CUPY_GPU_MEMORY_LIMIT", text, "a number of bytes, or a percentage"
+        ) from None
+
+
+def _abandon(devices: dict[int, DevicePool]) -> None:
+    _orphans.extend(devices.values())
+
+
+def reap() -> None:
+    """Release what is left of pools that were dropped, as far as their arrays were dropped too.
+
+    A finalizer must not call the driver, so this runs whenever a pool is at work anyway.
+    """
+    waiting = len(_orphans)
+    for _ in range(waiting):
+        try:
+            pool = _orphans.pop(0)
+        except IndexError:  # another thread is at it
+            return
+        if not pool.close():
+            _orphans.append(pool)
+
+
+def _after_fork() -> None:
+    """A child shares its parent's segments; it starts with none, and leaves those alone."""
+    _orphans.clear()
+    for pool in list(_pools):
+        pool._finalizer.detach()
+        pool._start()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,352 @@
+"""Memory of captures is private to their graph; memory other streams use is kept back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import cupy
+import pytest
+
+import cupy_zc
+from cupy_zc.driver.host import HostDriver
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def pool(driver):
+    return cupy_zc.MemoryPool(driver=driver)
+
+
+def capture(pool, driver, size=1000, drop=True):
+    """A graph whose capture used one temporary; (graph, address of the temporary)."""
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        pointer = pool.malloc(size)
+        address = pointer.ptr
+        if drop:
+            del pointer
+        graph = stream.end_capture()
+    return (graph, address) if drop else (graph, address, pointer)
+
+
+def wait_for_release(pool, settled):
+    """The driver tells of a graph's end a moment after it."""
+    done = threading.Event()
+    for _ in range(200):
+        pool.free_all_blocks()
+        if settled():
+            return
+        done.wait(0.005)
+    raise AssertionError("the memory of the graph never came back")
+
+
+def test_a_temporary_of_a_capture_is_never_handed_to_anyone_else(pool, driver):
+    """Ends: replay overwriting an eager array that got a captured temporary's memory."""
+    graph, address = capture(pool, driver)
+    held = [pool.malloc(1000) for _ in range(50)]
+    with driver.make_stream():
+        held += [pool.malloc(1000) for _ in range(50)]
+    assert address not in {pointer.ptr for pointer in held}
+    _, other = capture(pool, driver)
+    assert other != address
+    assert graph is not None
+
+
+def test_a_temporary_is_reused_inside_its_capture(pool, driver):
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        first = pool.malloc(1000)
+        address = first.ptr
+        del first
+        assert pool.malloc(1000).ptr == address
+        stream.end_capture()
+
+
+def test_a_capture_does_not_use_what_eager_work_may_still_use(pool, driver):
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        eager = pool.malloc(1000)
+        address = eager.ptr
+        del eager
+        stream.begin_capture()
+        captured = pool.malloc(1000)
+        assert captured.ptr != address
+        stream.end_capture()
+        assert pool.malloc(1000).ptr == address
+
+
+def test_branches_of_a_capture_do_not_share_temporaries(pool, driver):
+    """Ends: two branches of a graph, which may run at once, reusing one block."""
+    main, side = (driver.make_stream(non_blocking=True) for _ in range(2))
+    with main:
+        main.begin_capture()
+        first = pool.malloc(1000)
+        address = first.ptr
+        del first
+        side.wait_event(main.record())
+        with side:
+            assert pool.malloc(1000).ptr != address
+        main.wait_event(side.record())
+        assert pool.malloc(1000).ptr == address
+        graph = main.end_capture()
+    assert pool.statistics().leased_bytes == pool.total_bytes()
+    del graph
+
+
+def test_memory_returns_when_the_graph_is_gone_and_not_before(pool, driver):
+    graph, address = capture(pool, driver)
+    figures = pool.statistics()
+    assert figures.leased_bytes == figures.total_bytes == pool.device_pool().arena.granule
+    pool.free_all_blocks()
+    assert pool.statistics().leased_bytes == figures.leased_bytes
+    device_pool = pool.device_pool()
+    assert device_pool.find(address) is not None
+    del graph
+    gc.collect()
+    wait_for_release(pool, lambda: pool.total_bytes() == 0)
+    assert device_pool.find(address) is None
+
+
+def test_memory_of_a_gone_graph_serves_the_stream_that_captured(driver):
+    pool = cupy_zc.MemoryPool(driver=driver)
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        pointer = pool.malloc(1000)
+        address = pointer.ptr
+        del pointer
+        graph = stream.end_capture()
+        del graph
+        gc.collect()
+        pool.malloc(512)  # an eager segment, so that nothing is released below
+        device_pool = pool.device_pool()
+        for _ in range(200):
+            if device_pool.captures.poll():
+                break
+            threading.Event().wait(0.005)
+        assert pool.statistics().leased_bytes == 0
+        granule = device_pool.arena.granule
+        held = [pool.malloc(granule) for _ in range(pool.free_bytes() // granule)]
+        assert address in {pointer.ptr for pointer in held}
+
+
+def test_memory_of_a_gone_graph_waits_while_its_stream_captures_the_next(pool, driver):
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        pool.malloc(1000)
+        graph = stream.end_capture()
+        stream.begin_capture()
+        del graph
+        gc.collect()
+        threading.Event().wait(0.05)
+        pool.malloc(1000)
+        assert len(pool.segments()) == 2
+        del stream
+        driver.current_stream().end_capture()
+    gc.collect()
+    wait_for_release(pool, lambda: pool.total_bytes() == 0)
+
+
+def test_an_array_that_outlives_its_graph_comes_back_to_the_stream(pool, driver):
+    graph, address, pointer = capture(pool, driver, drop=False)
+    del graph
+    gc.collect()
+    wait_for_release(pool, lambda: pool.statistics().leased_bytes == 0)
+    assert pool.used_bytes() == 1024
+    assert pool.total_bytes() > 0
+    assert len(pool.device_pool().captures.homes()) == 1
+    del pointer
+    pool.free_all_blocks()
+    assert pool.total_bytes() == 0
+    assert pool.device_pool().captures.homes() == []
+    assert pool.device_pool().find(address) is None
+
+
+def test_two_captures_at_once_have_memory_of_their_own(pool, driver):
+    one, two = (driver.make_stream(non_blocking=True) for _ in range(2))
+    one.begin_capture()
+    two.begin_capture()
+    with one:
+        first = pool.malloc(1000)
+        address = first.ptr
+        del first
+    with two:
+        assert pool.malloc(1000).ptr != address
+    with one:
+        assert pool.malloc(1000).ptr == address
+    one.end_capture()
+    two.end_capture()
+
+
+def test_a_failed_capture_gives_its_memory_back(driver):
+    pool = cupy_zc.MemoryPool(driver=driver)
+    stream, side = (driver.make_stream(non_blocking=True) for _ in range(2))
+    with stream:
+        stream.begin_capture()
+        pool.malloc(1000)
+        side.wait_event(stream.record())
+        side.launch_host_func(lambda _: None, None)
+        with pytest.raises(Exception, match=r"(?i)unjoined"):
+            stream.end_capture()  # the fork was never joined
+    del stream, side
+    gc.collect()
+    wait_for_release(pool, lambda: pool.total_bytes() == 0)
+
+
+def test_a_capture_that_is_never_ended_gives_its_memory_back_with_its_stream(driver):
+    pool = cupy_zc.MemoryPool(driver=driver)
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        pool.malloc(1000)
+    del stream
+    gc.collect()
+    wait_for_release(pool, lambda: pool.statistics().leased_bytes == 0)
+    assert pool.malloc(1000).mem.size == 1024
+    pool.free_all_blocks()
+    assert pool.total_bytes() == 0
+
+
+def test_graphs_grow_by_doubling_and_50_are_bounded(pool, driver):
+    graphs = [capture(pool, driver)[0] for _ in range(50)]
+    granule = pool.device_pool().arena.granule
+    assert pool.total_bytes() == pool.statistics().leased_bytes == 50 * granule
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        held = [pool.malloc(granule) for _ in range(20)]
+        stream.end_capture()
+    assert pool.total_bytes() <= 50 * granule + 40 * granule
+    assert len(graphs) == 50
+    assert len(held) == 20
+
+
+def test_a_pool_at_its_limit_raises_in_a_capture_and_the_capture_goes_on(pool, driver):
+    kept = pool.malloc(64 * MiB)
+    pool.set_limit(size=64 * MiB)
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(cupy_zc.OutOfMemoryError):
+            pool.malloc(1000)
+        pool.free_all_blocks()
+        graph = stream.end_capture()
+    graph.launch(stream)
+    stream.synchronize()
+    assert pool.used_bytes() == kept.mem.size
+
+
+def test_snapshots_tell_which_memory_is_captured(pool, driver):
+    graph, _ = capture(pool, driver)
+    (device,) = pool.snapshot()["devices"]
+    (segment,) = device["segments"]
+    assert segment["capture"] is not None
+    assert f"capture {segment['capture']}" in cupy_zc.memory.render(pool.snapshot())
+    assert graph is not None
+
+
+# record_stream
+
+
+@pytest.fixture
+def host():
+    return HostDriver()
+
+
+def test_an_array_used_on_another_stream_waits_for_it(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    other = host.make_stream()
+    array = cupy.empty(1000)
+    address = array.data.ptr
+    with other.hold():
+        pool.record_stream(array, other)
+        del array
+        held = [pool.malloc(8192) for _ in range(20)]
+        assert address not in {pointer.ptr for pointer in held}
+        assert pool.statistics().deferred_bytes == 8192
+        assert pool.used_bytes() == 21 * 8192
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 0
+    assert pool.malloc(8192).ptr == address
+
+
+def test_work_after_the_call_but_before_the_drop_counts_too(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    other = host.make_stream()
+    array = cupy.empty(1000)
+    pool.record_stream(array, other)
+    hold = other.hold()
+    del array
+    pool.malloc(512)
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 8192
+    hold.release()
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 0
+
+
+def test_recording_the_stream_of_the_array_costs_nothing(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    array = cupy.empty(1000)
+    pool.record_stream(array, host.current_stream())
+    del array
+    assert pool.used_bytes() == 0
+
+
+def test_an_array_recorded_on_a_capturing_stream_lives_as_long_as_the_graph(
+    pool, driver, allocator
+):
+    allocator(pool)
+    array = cupy.empty(1000)
+    address = array.data.ptr
+    stream = driver.make_stream(non_blocking=True)
+    stream.begin_capture()
+    pool.record_stream(array, stream)
+    graph = stream.end_capture()
+    del array
+    pool.malloc(512)
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 8192
+    assert address not in {pool.malloc(8192).ptr for _ in range(3)}
+    del graph
+    gc.collect()
+    wait_for_release(pool, lambda: pool.statistics().deferred_bytes == 0)
+
+
+def test_a_stream_that_captures_when_the_array_is_dropped_is_asked_later(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    other = host.make_stream()
+    array = cupy.empty(1000)
+    pool.record_stream(array, other)
+    other.begin_capture()
+    del array
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 8192
+    other.end_capture()
+    pool.free_all_blocks()
+    assert pool.statistics().deferred_bytes == 0
+
+
+def test_an_array_without_bytes_can_be_recorded(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    pool.record_stream(cupy.empty(0), host.make_stream())
+
+
+@pytest.mark.parametrize("what", ["other pool", "number"])
+def test_only_arrays_of_the_pool_can_be_recorded(host, allocator, what):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(cupy_zc.MemoryPool(driver=host))
+    array = cupy.empty(10) if what == "other pool" else 3
+    shown = r"cupy\.ndarray of shape \(10,\)" if what == "other pool" else "3"
+    with pytest.raises(cupy_zc.InvalidValueError, match=f"record_stream.*{shown}"):
+        pool.record_stream(array, host.make_stream())

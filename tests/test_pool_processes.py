@@ -1,0 +1,164 @@
+"""Pools and processes: sharing, forking, and leaving quietly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import cupy
+import numpy as np
+import pytest
+
+import cupy_zc
+from cupy_zc.driver.host import HostDriver
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def test_another_process_reads_the_array_through_its_descriptor(allocator):
+    driver = HostDriver()
+    pool = cupy_zc.MemoryPool(driver=driver)
+    allocator(pool)
+    array = cupy.empty(1000, dtype="i8")
+    cupy_zc.copyto(array, np.arange(1000))
+    segment = array.data.mem.segment
+    descriptor = driver.export_segment(segment.handle)
+    try:
+        offset = array.data.ptr - segment.address
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import mmap, sys, numpy as np\n"
+                "fd, size, offset = map(int, sys.argv[1:])\n"
+                "memory = mmap.mmap(fd, size)\n"
+                "print(np.frombuffer(memory, 'i8', 1000, offset).sum())",
+                str(descriptor),
+                str(segment.size),
+                str(offset),
+            ],
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    finally:
+        os.close(descriptor)
+    assert int(result.stdout) == 499500
+
+
+def test_a_forked_child_gets_memory_of_its_own():
+    """Ends: parent and child handing out, and writing, the same shared pages."""
+    result = run(
+        """
+        import gc, os, cupy, cupy_zc, numpy as np
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+        parents = cupy.empty(100, dtype="i4")
+        cupy_zc.copyto(parents, 7)
+        spare = cupy.empty(1000)
+        del spare
+        child = os.fork()
+        if child == 0:
+            assert pool.total_bytes() == 0
+            mine = [cupy.empty(1000) for _ in range(10)]
+            for array in mine:
+                cupy_zc.copyto(array, 3)
+            assert (cupy_zc.asnumpy(parents) == 7).all()
+            del parents
+            gc.collect()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        assert (cupy_zc.asnumpy(parents) == 7).all()
+        spare = cupy.empty(1000)
+        assert not (cupy_zc.asnumpy(spare) == 3).any()
+        print(pool.used_bytes())
+        """
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert int(result.stdout) == 512 + 8192
+
+
+@pytest.mark.parametrize("holder", ["global", "cycle", "hook", "graph"])
+def test_leaving_with_live_arrays_is_silent(holder):
+    result = run(
+        f"""
+        import atexit, cupy, cupy_zc
+        from cupy_zc.driver.host import HostDriver
+        driver = HostDriver()
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver=driver))
+        array = cupy.empty(1000)
+        class Cycle: pass
+        if {holder!r} == "cycle":
+            cycle = Cycle(); cycle.me = cycle; cycle.array = array
+        if {holder!r} == "hook":
+            hook = cupy.cuda.MemoryHook(); hook.__enter__()
+        if {holder!r} == "graph":
+            stream = driver.make_stream()
+            with stream:
+                stream.begin_capture()
+                temporary = cupy.empty(10)
+                graph = stream.end_capture()
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_fifty_exits_at_random_moments_are_silent():
+    result = run(
+        """
+        import os, random, sys, cupy, cupy_zc
+        for seed in range(50):
+            if os.fork() == 0:
+                random.seed(seed)
+                pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+                arrays = [cupy.empty(random.randrange(10_000)) for _ in range(random.randrange(20))]
+                keep = arrays[: len(arrays) // 2]
+                sys.exit(0)
+            _, status = os.wait()
+            assert status == 0
+        """
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_no_gpu_is_not_an_error_and_is_said_once():
+    result = run(
+        """
+        import logging
+        logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+        import cupy_zc
+        for _ in range(3):
+            print(cupy_zc.MemoryPool().driver.name)
+        """,
+        CUDA_VISIBLE_DEVICES="",
+        CUPY_ZC_DRIVER="auto",
+    )
+    assert result.stdout == "host\n" * 3
+    assert result.stderr.count("host driver") == 1
+    assert "cupy_zc WARNING" in result.stderr
+
+
+def test_asking_for_cuda_without_a_gpu_is_an_error_that_says_why():
+    result = run(
+        """
+        import cupy_zc
+        try:
+            cupy_zc.MemoryPool(driver="cuda")
+        except cupy_zc.DriverError as error:
+            print(error)
+        """,
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert "cuInit" in result.stdout
