@@ -17,9 +17,9 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from .errors import InvalidValueError
 
@@ -44,8 +44,14 @@ class Settings:
     multicast: Literal["auto", "off"]
     segment_size: int
     timeout: float
+    setup_timeout: float
     host_devices: int
     host_granularity: int
+    host: str
+    port: int
+    #: Shown nowhere: neither in ``repr`` nor in an error.
+    secret: str = field(repr=False)
+    node_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,14 @@ def _size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 64:
-        raise ValueError(text)
-    return value
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -114,21 +123,46 @@ TABLE: tuple[Setting, ...] = (
         _seconds,
     ),
     Setting(
+        "setup_timeout", "CUPY_ZC_SETUP_TIMEOUT", "60", "a positive number of seconds",
+        "How long to wait for a rank in a step of set-up, which user code does not delay.",
+        _seconds,
+    ),
+    Setting(
         "host_devices", "CUPY_ZC_HOST_DEVICES", "1", "1 to 64",
         "How many devices the host driver pretends to have.",
-        _count,
+        _whole(1, 64),
     ),
     Setting(
         "host_granularity", "CUPY_ZC_HOST_GRANULARITY", "2M", _SIZE + "; a power of two",
         "The granule of the host driver.",
         _size,
     ),
+    Setting(
+        "host", "CUPYX_DISTRIBUTED_HOST", "127.0.0.1", "a name or address of rank 0's machine",
+        "Where rank 0 keeps the TCP store through which ranks find each other.",
+        str,
+    ),
+    Setting(
+        "port", "CUPYX_DISTRIBUTED_PORT", "13333", "1 to 65535",
+        "The port of that store.",
+        _whole(1, 65535),
+    ),
+    Setting(
+        "secret", "CUPY_ZC_SECRET", "", "any text, the same on all ranks",
+        "What a rank must know to join the TCP store. Empty: whoever reaches the port may join.",
+        str,
+    ),
+    Setting(
+        "node_size", "CUPY_ZC_NODE_SIZE", "0", "0 to 65535",
+        "Split each machine into pretend nodes of that many ranks, for tests. 0: real nodes.",
+        _whole(0, 65535),
+    ),
 )  # fmt: skip
 
 
 @functools.cache
 def _started_with() -> dict[str, str]:
-    """The environment the process was started with; what Python changes later does not show here."""
+    """The environment the process was started with, without what Python changed later."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:  # no /proc: the present environment is all there is
@@ -175,7 +209,7 @@ def _read(environment: Mapping[str, str]) -> Settings:
         )
     if multicast_refusal() is not None:
         values["multicast"] = "off"
-    return cast(Settings, Settings(**values))
+    return Settings(**values)
 
 
 @functools.cache

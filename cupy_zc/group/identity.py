@@ -1,0 +1,148 @@
+"""Which ranks share a node, told by what the kernel says and never by a hostname.
+
+Two machines may have one hostname (cloned images, containers), and one machine several. The boot id
+is random for each boot of a kernel; the namespaces tell containers apart that share a kernel but
+not the things we need: sockets (net), shared memory (ipc), process identity (pid).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import settings
+from ..errors import MismatchError
+from .bootstrap import Bootstrap
+from .naming import sides
+
+__all__ = ["NodeIdentity", "Topology", "arrange", "discover"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES = ("ipc", "net", "pid")
+
+
+@functools.cache
+def _boot_id(path: Path = _BOOT_ID) -> str:
+    """The boot id, or where it cannot be read a random one: such a process is a node by itself."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return f"unknown-{uuid.uuid4()}"
+
+
+def _namespace(name: str) -> int:
+    """Inode number of one of this process's namespaces, which is the same for all that share it."""
+    try:
+        return os.stat(f"/proc/self/ns/{name}").st_ino  # noqa: PTH116 - a magic link, not a path
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What a process knows of its machine. Ranks with equal ones can share memory."""
+
+    boot_id: str
+    #: Inode numbers of the ipc, net and pid namespace; 0 where not readable.
+    namespaces: tuple[int, ...]
+    #: ``settings().node_size``: ranks a pretend node, 0 for real nodes.
+    node_size: int = 0
+
+    @classmethod
+    def here(cls) -> NodeIdentity:
+        """The identity of this process."""
+        return cls(_boot_id(), tuple(map(_namespace, _NAMESPACES)), settings().node_size)
+
+    def to_bytes(self) -> bytes:
+        """For the way through a bootstrap."""
+        return json.dumps([self.boot_id, self.namespaces, self.node_size]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> NodeIdentity:
+        """The inverse of :meth:`to_bytes`."""
+        boot_id, namespaces, node_size = json.loads(data)
+        return cls(str(boot_id), tuple(map(int, namespaces)), int(node_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which rank is on which node. Nodes are numbered in the order of their lowest ranks."""
+
+    rank: int
+    #: For each rank, the number of its node.
+    node_of: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of)
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.node_of[self.rank]
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, ascending."""
+        return tuple(
+            tuple(rank for rank in range(self.size) if self.node_of[rank] == node)
+            for node in range(max(self.node_of) + 1)
+        )
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, itself among them, ascending."""
+        return tuple(rank for rank in range(self.size) if self.node_of[rank] == self.node)
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this rank among :attr:`node_ranks`."""
+        return self.node_ranks.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks of this rank's node."""
+        return len(self.node_ranks)
+
+
+def arrange(identities: Sequence[NodeIdentity], rank: int) -> Topology:
+    """The topology that follows from what all ranks said of themselves. Pure.
+
+    Args:
+        identities: One for each rank.
+        rank: Whose view it is.
+
+    Raises:
+        MismatchError: ranks were given different ``CUPY_ZC_NODE_SIZE``.
+    """
+    node_sizes = {peer: str(identity.node_size) for peer, identity in enumerate(identities)}
+    if len(set(node_sizes.values())) > 1:
+        raise MismatchError(f"CUPY_ZC_NODE_SIZE must be equal on all ranks: {sides(node_sizes)}")
+    seen: dict[NodeIdentity, int] = {}
+    numbers: dict[tuple[NodeIdentity, int], int] = {}
+    node_of: list[int] = []
+    for identity in identities:
+        place = seen[identity] = seen.get(identity, -1) + 1
+        part = place // identity.node_size if identity.node_size else 0
+        node_of.append(numbers.setdefault((identity, part), len(numbers)))
+    return Topology(rank, tuple(node_of))
+
+
+def discover(bootstrap: Bootstrap, *, timeout: float | None = None) -> Topology:
+    """Ask all ranks where they are. Collective.
+
+    Args:
+        bootstrap: The ranks.
+        timeout: Seconds; None for ``settings().setup_timeout``.
+
+    Raises:
+        MismatchError: see :func:`arrange`; on all ranks.
+    """
+    said = bootstrap.all_gather(NodeIdentity.here().to_bytes(), tag="identity", timeout=timeout)
+    return arrange([NodeIdentity.from_bytes(item) for item in said], bootstrap.rank)

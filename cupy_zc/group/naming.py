@@ -1,0 +1,44 @@
+"""How ranks, and what they hold, are named in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+__all__ = ["name_ranks", "shorten", "sides"]
+
+_MOST_NAMED = 16
+_LONGEST = 200
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``"rank 3"``, ``"ranks 0, 3"``, or for many the first ones and how many there are."""
+    ordered = sorted(set(ranks))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) <= _MOST_NAMED:
+        return f"ranks {', '.join(map(str, ordered))}"
+    return f"ranks {', '.join(map(str, ordered[:_MOST_NAMED]))}, ... ({len(ordered)} in all)"
+
+
+def shorten(text: str, longest: int = _LONGEST) -> str:
+    """The text, or its beginning and its length where it is longer than ``longest`` characters."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}... ({len(text):,} characters)"
+
+
+def sides(values: Mapping[int, str], verb: str = "has") -> str:
+    """Who holds what: ``"rank 0 has 3; ranks 1, 2 have 4"``, in the order of the first ranks.
+
+    Args:
+        values: What each rank holds, already as text.
+        verb: ``"has"`` or ``"is at"``; the plural follows.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        holders.setdefault(values[rank], []).append(rank)
+    plural = {"has": "have", "is at": "are at"}[verb]
+    return "; ".join(
+        f"{name_ranks(ranks)} {verb if len(ranks) == 1 else plural} {shorten(value)}"
+        for value, ranks in holders.items()
+    )
