@@ -32,6 +32,17 @@ def capture(pool, driver, size=1000, drop=True):
     return (graph, address) if drop else (graph, address, pointer)
 
 
+def work(driver):
+    """Something on the current stream."""
+    if driver.name == "host":
+        driver.current_stream().enqueue(lambda: None)
+    else:
+        WORK((1,), (1,), ())
+
+
+WORK = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+
+
 def wait_for_release(pool, settled):
     """The driver tells of a graph's end a moment after it."""
     done = threading.Event()
@@ -185,12 +196,14 @@ def test_two_captures_at_once_have_memory_of_their_own(pool, driver):
 
 def test_a_failed_capture_gives_its_memory_back(driver):
     pool = cupy_zc.MemoryPool(driver=driver)
+    work(driver)  # loads the kernel, which a capture must not
     stream, side = (driver.make_stream(non_blocking=True) for _ in range(2))
     with stream:
         stream.begin_capture()
         pool.malloc(1000)
         side.wait_event(stream.record())
-        side.launch_host_func(lambda _: None, None)
+        with side:
+            work(driver)
         with pytest.raises(Exception, match=r"(?i)unjoined"):
             stream.end_capture()  # the fork was never joined
     del stream, side

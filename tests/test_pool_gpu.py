@@ -94,7 +94,9 @@ def test_out_of_memory_is_cupys_exception_on_both():
 def test_more_than_the_device_has_is_out_of_memory():
     pool = cupy_zc.MemoryPool(driver="cuda")
     with pytest.raises(cupy_zc.OutOfMemoryError, match="cuMemCreate"):
-        pool.malloc(1 << 42)
+        pool.malloc(1 << 39)
+    with pytest.raises(cupy_zc.OutOfMemoryError, match="addresses"):
+        pool.malloc(1 << 50)
     assert pool.total_bytes() == 0
 
 

@@ -60,6 +60,11 @@ def test_more_than_the_limit_fails_at_once(host_pool):
     assert host_pool.used_bytes() == kept.mem.size
 
 
+def test_more_than_there_are_addresses_says_so(pool):
+    with pytest.raises(cupy_zc.OutOfMemoryError, match="addresses"):
+        pool.malloc(1 << 50)
+
+
 def test_the_limit_holds_at_every_moment(host_pool):
     host_pool.set_limit(size=10 * MiB)
     held = []

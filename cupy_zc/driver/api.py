@@ -142,6 +142,8 @@ class CaptureInfo:
     id: int
     #: The graph under construction, for :meth:`Driver.lease_graph`.
     graph: Any
+    #: Which of the streams in the capture this is; unique while the capture lasts.
+    stream: int
 
 
 class Driver(Protocol):
@@ -165,7 +167,7 @@ class Driver(Protocol):
         ...
 
     def synchronize(self, device: int) -> None:
-        """Wait until all work enqueued on the device is done. Allowed beside a relaxed capture.
+        """Wait until all work enqueued on the device is done, without harm to a relaxed capture.
 
         Raises:
             DriverError: also where a capture under way on the device forbids it.
@@ -207,7 +209,7 @@ class Driver(Protocol):
         ...
 
     def import_segment(self, fd: int, size: int, device: int) -> SegmentHandle:
-        """The memory behind a peer's descriptor, for use by ``device``. ``fd`` stays the caller's."""
+        """A peer's memory, from its descriptor, for ``device``. ``fd`` stays the caller's."""
         ...
 
     # Multicast
@@ -246,7 +248,8 @@ class Driver(Protocol):
         """Which queue of work a stream is, never reused: 0 for the legacy default stream.
 
         A handle can be given to a new stream after the old one is destroyed; a key cannot. The
-        per-thread default stream has a key for each thread.
+        per-thread default stream has a key for each thread. Not to be asked of a stream that is
+        capturing: CUDA refuses.
         """
         ...
 

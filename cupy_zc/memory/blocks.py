@@ -7,18 +7,19 @@ to that stream again and needs no synchronisation.
 
 A block comes back in three steps, each cheaper to undo than the next:
 
-1. *pending*: dropping an array does one ``deque.append``, from any thread, from the garbage
-   collector, without a lock. An exact-size request takes the newest pending block straight back.
+1. *returned*: dropping an array does one ``list.append``, from any thread, from the garbage
+   collector, without a lock. Sizes that are asked for again and again have a bin of their own, from
+   which a request takes the newest block straight back; all others share one.
 2. *parked*: sorted by exact size, still cut as it was.
 3. *free*: merged with its free neighbours and indexed by size for best fit.
 
-Everything here but ``pending`` is guarded by the lock of the device pool that owns the home.
+Appending to a bin and popping from it are atomic. Everything else here is guarded by the region of
+the device pool that owns the home.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["FREE", "PARKED", "USED", "Block", "Home", "Run", "Segment"]
 
 USED, PARKED, FREE = range(3)
+
+#: How many sizes of a home can have a bin of their own.
+HOT_SIZES = 128
+#: How many other sizes are remembered, to find out which deserve one.
+SEEN_SIZES = 4096
 
 #: A maximal run of bytes in one state: (segment, offset, size, block or None where free).
 Run: TypeAlias = "tuple[Segment, int, int, Block | None]"
@@ -85,9 +91,9 @@ class Block:
     """A run of bytes inside one segment."""
 
     __slots__ = (
+        "bin",
         "next",
         "offset",
-        "pending",
         "prev",
         "ptr",
         "segment",
@@ -109,14 +115,36 @@ class Block:
         self.uses = 0
         #: ``time.monotonic()`` of when it was last taken from the parked or free blocks.
         self.since = 0.0
-        #: Where it goes when it is dropped: that of its home, or of ``record_stream``.
-        self.pending: deque[Block]
+        #: Where it goes when it is dropped: to its home, or to ``record_stream``.
+        self.bin: Bin
+
+
+class Bin(list[Block]):
+    """Where dropped arrays leave their blocks."""
+
+    __slots__ = ("members",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Blocks that are in it, or in the user's hands and will come back to it.
+        self.members = 0
 
 
 class Home:
     """The free blocks of one queue of work."""
 
-    __slots__ = ("bins", "capture", "free_bytes", "index", "key", "pending", "pool", "sizes")
+    __slots__ = (
+        "capture",
+        "free_bytes",
+        "hot",
+        "index",
+        "key",
+        "parked",
+        "pool",
+        "returned",
+        "seen",
+        "sizes",
+    )
 
     def __init__(self, pool: DevicePool, key: int, capture: int | None = None) -> None:
         self.pool = pool
@@ -124,13 +152,38 @@ class Home:
         self.key = key
         #: The capture that owns this home, or None.
         self.capture = capture
-        #: Blocks given back and not looked at yet; append and pop are atomic, nothing else is used.
-        self.pending: deque[Block] = deque()
-        self.bins: dict[int, list[Block]] = {}
+        #: The bins of single sizes, and the one of all others.
+        self.hot: dict[int, Bin] = {}
+        self.returned = Bin()
+        self.seen: set[int] = set()
+        self.parked: dict[int, list[Block]] = {}
         self.index: dict[int, Block] = {}
         self.sizes: list[tuple[int, int]] = []
-        #: Bytes parked and free, without the pending ones.
+        #: Bytes parked and free, without the returned ones.
         self.free_bytes = 0
+
+    # Returned blocks
+
+    def bins(self) -> list[Bin]:
+        """All bins."""
+        return [self.returned, *self.hot.values()]
+
+    def bin_for(self, size: int) -> Bin:
+        """The bin that a block handed out for a request the fast path missed will come back to."""
+        found = self.hot.get(size)
+        if found is None:
+            if size not in self.seen:
+                if len(self.seen) >= SEEN_SIZES:
+                    self.seen.clear()
+                self.seen.add(size)
+                return self.returned
+            if len(self.hot) >= HOT_SIZES:
+                self.hot = {s: kept for s, kept in self.hot.items() if kept.members}
+                self.pool.hot[self.key] = self.hot
+                if len(self.hot) >= HOT_SIZES:
+                    return self.returned
+            found = self.hot[size] = Bin()
+        return found
 
     # Parked blocks
 
@@ -138,11 +191,11 @@ class Home:
         """Keep a returned block as it is cut."""
         block.state = PARKED
         self.free_bytes += block.size
-        self.bins.setdefault(block.size, []).append(block)
+        self.parked.setdefault(block.size, []).append(block)
 
     def unpark(self, size: int) -> Block | None:
         """A parked block of exactly ``size`` bytes."""
-        blocks = self.bins.get(size)
+        blocks = self.parked.get(size)
         if not blocks:
             return None
         block = blocks.pop()
@@ -152,10 +205,10 @@ class Home:
 
     def merge_parked(self) -> None:
         """Merge everything parked into the free blocks."""
-        if not self.bins:
+        if not self.parked:
             return
-        bins, self.bins = self.bins, {}
-        for blocks in bins.values():
+        parked, self.parked = self.parked, {}
+        for blocks in parked.values():
             for block in blocks:
                 self.free_bytes -= block.size
                 self.insert(block)
@@ -191,7 +244,7 @@ class Home:
             if rest.next is not None:
                 rest.next.prev = rest
             block.next = rest
-            self._retire(block)
+            self.pool.accounts.retire(block)
             block.size = size
             rest.state = FREE
             self.index[rest.offset] = rest
@@ -203,7 +256,7 @@ class Home:
     def remove(self, block: Block) -> None:
         """Take a free block out for good, because its segment leaves."""
         self._forget(block)
-        self._retire(block)
+        self.pool.accounts.retire(block)
         self.free_bytes -= block.size
 
     def whole_segments(self) -> list[Segment]:
@@ -223,15 +276,9 @@ class Home:
         del self.sizes[bisect.bisect_left(self.sizes, (block.size, block.offset))]
 
     def _absorb(self, block: Block, after: Block) -> None:
-        self._retire(block)
-        self._retire(after)
+        self.pool.accounts.retire(block)
+        self.pool.accounts.retire(after)
         block.size += after.size
         block.next = after.next
         if after.next is not None:
             after.next.prev = block
-
-    def _retire(self, block: Block) -> None:
-        """Move a block's uses to the pool's totals, since its size is about to change."""
-        if block.uses:
-            self.pool.retire(block.uses, block.size)
-            block.uses = 0

@@ -7,12 +7,11 @@ goes home when all of them are done. Until then it counts as used.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ..driver.api import Driver, GraphLease
-from .blocks import Block
+from .blocks import Bin, Block
 from .region import Region
 
 __all__ = ["Deferred"]
@@ -25,29 +24,32 @@ class Deferred:
         self._driver = driver
         self._region = region
         #: Where a dropped array puts its block; only appended to from outside.
-        self.returned: deque[Block] = deque()
+        self.returned = Bin()
         self._streams: dict[Block, dict[int, Any]] = {}
         self._leases: dict[Block, list[GraphLease]] = {}
         self._waiting: list[tuple[Block, list[Callable[[], bool]]]] = []
 
-    def record(self, block: Block, stream: Any) -> bool:
-        """Note that ``stream`` uses the block; it is kept alive until the block is home.
-
-        Returns:
-            Whether the block must come here when it is dropped: not if ``stream`` is its home's.
-        """
+    def record(self, block: Block, stream: Any) -> None:
+        """Note that ``stream`` uses the block; it is kept alive until the block is home."""
         capture = self._driver.capture_info(stream)
         if capture is not None:
             lease = self._driver.lease_graph(capture.graph)
             with self._region:
                 self._leases.setdefault(block, []).append(lease)
-            return True
+                self._keep(block)
+            return
         key = self._driver.stream_key(stream)
         if key == block.segment.home.key and block.segment.home.capture is None:
-            return False
+            return  # the home's own order is enough
         with self._region:
             self._streams.setdefault(block, {})[key] = stream
-        return True
+            self._keep(block)
+
+    def _keep(self, block: Block) -> None:
+        """Have the block come here when it is dropped."""
+        if block.bin is not self.returned:
+            block.bin.members -= 1
+            block.bin = self.returned
 
     @property
     def idle(self) -> bool:
@@ -67,20 +69,30 @@ class Deferred:
             waiting, self._waiting = self._waiting, []
         done = False
         try:
-            while self.returned:
-                block = self.returned.popleft()
+            for block in self._take_returned():
                 waiting.append((block, self._conditions(block)))
             for at in reversed(range(len(waiting))):
                 block, conditions = waiting[at]
                 if all(condition() for condition in conditions):
                     del waiting[at]
-                    block.pending = block.segment.home.pending
-                    block.pending.append(block)
+                    self._send_home(block)
                     done = True
         finally:
             with self._region:
                 self._waiting += waiting
         return done
+
+    def _take_returned(self) -> list[Block]:
+        with self._region:
+            taken = self.returned.copy()
+            del self.returned[: len(taken)]  # what was appended since stays
+            return taken
+
+    def _send_home(self, block: Block) -> None:
+        with self._region:
+            block.bin = block.segment.home.returned
+            block.bin.members += 1
+        block.bin.append(block)
 
     def _conditions(self, block: Block) -> list[Callable[[], bool]]:
         with self._region:

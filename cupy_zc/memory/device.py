@@ -18,15 +18,15 @@ import gc
 import itertools
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from ..driver.api import Driver
 from ..errors import DriverError, OutOfMemoryError
+from .accounts import Accounts
 from .arena import Arena
-from .blocks import Block, Home, Run, Segment
+from .blocks import Bin, Block, Home, Run, Segment
 from .captures import Captures
 from .deferred import Deferred
 from .pooled import active_hooks
@@ -49,20 +49,12 @@ class DevicePool:
         self.deferred = Deferred(driver, self.region)
         #: By the driver's stream key.
         self.homes: dict[int, Home] = {}
-        #: Their pending blocks, for the fast path.
-        self.pendings: dict[int, deque[Block]] = {}
+        #: Their bins of single sizes, for the fast path.
+        self.hot: dict[int, dict[int, Bin]] = {}
         self._streams: dict[int, Callable[[], Any]] = {}
         #: Keys for streams that went before they could be asked; no driver gives such ones.
         self._gone = itertools.count(-(1 << 62))
-        self.total_bytes = 0
-        self._used_bytes = 0
-        self._used_blocks = 0
-        self.peak_used_bytes = 0
-        self.peak_used_blocks = 0
-        self.peak_total_bytes = 0
-        self.growths = 0
-        self._retired_uses = 0
-        self._retired_bytes = 0
+        self.accounts = Accounts(self._returned)
 
     # Homes
 
@@ -82,33 +74,29 @@ class DevicePool:
             home = self.homes.get(key)
             if home is None:
                 home = self.homes[key] = Home(self, key)
-                self.pendings[key] = home.pending
+                self.hot[key] = home.hot
             return home
 
     def drain(self) -> None:
         """Park everything that was given back. For the region."""
         for home in (*self.homes.values(), *self.captures.homes()):
-            if home.pending:
-                self._drain_home(home)
+            for bin_ in home.bins():
+                self._drain_bin(home, bin_)
 
-    def _drain_home(self, home: Home) -> None:
-        pending, count = home.pending, 0
+    def _drain_bin(self, home: Home, bin_: Bin) -> None:
+        if not bin_:
+            return
+        count = 0
         while True:
             try:
-                block = pending.pop()
-            except IndexError:  # the fast path of another thread took the last one
+                block = bin_.pop()
+            except IndexError:  # all, or the fast path of another thread took the last one
                 break
-            self._used_bytes -= block.size
-            self._used_blocks -= 1
+            self.accounts.came_back(block)
             block.segment.home.park(block)
             count += 1
-        if count:
-            self.captures.came_back(home, count)
-
-    def retire(self, uses: int, size: int) -> None:
-        """Count hand-outs of a block that is about to change its size. For the region."""
-        self._retired_uses += uses
-        self._retired_bytes += uses * size
+        bin_.members -= count
+        self.captures.came_back(home, count)
 
     # Serving a request
 
@@ -119,9 +107,11 @@ class DevicePool:
             OutOfMemoryError: even after releasing free segments and collecting garbage.
             DriverError: the driver refused for another reason than memory; nothing has changed.
         """
-        block = self._fit(home, size)
+        block = self._fit_quickly(home, size) or self._fit(home, size)
         if block is not None:
             return block
+        if size > self.arena.size:
+            raise self._out_of_memory(home, size, "the device has not so many addresses")
         if self.limit and size > self.limit:
             raise self._out_of_memory(home, size, "the request alone is above the limit")
         refusal = ""
@@ -140,24 +130,32 @@ class DevicePool:
             refusal = reason or refusal
         raise self._out_of_memory(home, size, refusal)
 
+    def _fit_quickly(self, home: Home, size: int) -> Block | None:
+        """Leave the bins of single sizes alone, or the sizes of a loop would chase each other."""
+        with self.region:
+            for other in (*self.homes.values(), *self.captures.homes()):
+                self._drain_bin(other, other.returned)
+            return self._take(home, size)
+
     def _fit(self, home: Home, size: int) -> Block | None:
         with self.region:
             self.drain()
-            block = home.unpark(size)
-            if block is None:
-                home.merge_parked()
-                block = home.take(size)
-            if block is not None:
-                self._hand_out(block)
-            return block
+            return self._take(home, size)
+
+    def _take(self, home: Home, size: int) -> Block | None:
+        block = home.unpark(size)
+        if block is None:
+            home.merge_parked()
+            block = home.take(size)
+        if block is not None:
+            self._hand_out(block)
+        return block
 
     def _hand_out(self, block: Block) -> None:
-        block.pending = block.segment.home.pending
+        block.bin = block.segment.home.bin_for(block.size)
+        block.bin.members += 1
         block.since = time.monotonic()
-        self._used_bytes += block.size
-        self._used_blocks += 1
-        self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes)
-        self.peak_used_blocks = max(self.peak_used_blocks, self._used_blocks)
+        self.accounts.handed_out(block)
 
     def _settle(self) -> str:
         self.deferred.settle()
@@ -181,8 +179,8 @@ class DevicePool:
         with self.region:
             self.drain()
             home.merge_parked()
-            free = self.total_bytes - self._used_bytes
-            hole, total = home.largest(), self.total_bytes
+            free = self.accounts.total_bytes - self.accounts.used_bytes
+            hole, total = home.largest(), self.accounts.total_bytes
         return OutOfMemoryError(
             size, total, self.limit, largest_hole=hole, free=free, reason=reason
         )
@@ -199,7 +197,7 @@ class DevicePool:
     def _grow(self, home: Home, size: int, *, least: bool = False) -> Block | None:
         """Serve ``size`` from a new segment; None where limit or addresses do not allow one."""
         with self.region:
-            room = self.limit - self.total_bytes if self.limit else None
+            room = self.limit - self.accounts.total_bytes if self.limit else None
             wanted = 0 if least else self._wanted(home)
             bytes_ = self.arena.segment_size(size, wanted, room)
             if room is not None and bytes_ > room:
@@ -207,13 +205,13 @@ class DevicePool:
             offset = self.arena.place(bytes_)
             if offset is None:
                 return None
-            self.total_bytes += bytes_
+            self.accounts.total_bytes += bytes_
         try:
             segment = self._populate(offset, bytes_)
         except BaseException as error:
             with self.region:
                 self.arena.vacate(offset)
-                self.total_bytes -= bytes_
+                self.accounts.total_bytes -= bytes_
             smaller = isinstance(error, DriverError) and error.out_of_memory and wanted
             if smaller and self.arena.segment_size(size, 0, room) < bytes_:
                 return self._grow(home, size, least=True)
@@ -222,13 +220,9 @@ class DevicePool:
             segment.home = home
             segment.first = Block(segment, offset, bytes_)
             self.arena.segments[offset] = segment
-            self.growths += 1
-            self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)
+            self.accounts.grew()
             home.insert(segment.first)
-            block = home.take(size)
-            if block is not None:
-                self._hand_out(block)
-            return block
+            return self._take(home, size)
 
     def _populate(self, offset: int, size: int) -> Segment:
         """A new segment, with CuPy's memory hooks around the driver's work."""
@@ -254,10 +248,10 @@ class DevicePool:
             home.merge_parked()
             if home.largest() >= size:
                 return 0
-            before = self.total_bytes
+            before = self.accounts.total_bytes
         block = self.allocate(home, size)
-        home.pending.append(block)
-        return max(0, self.total_bytes - before)
+        block.bin.append(block)
+        return max(0, self.accounts.total_bytes - before)
 
     def _adopt(self, home: Home, size: int) -> Block | None:
         """Serve ``size`` from a free segment of a stream that is gone.
@@ -274,19 +268,16 @@ class DevicePool:
             segment.home.remove(segment.first)
         try:
             self.driver.synchronize(self.device)
-        except DriverError as error:
+        except BaseException as error:
             with self.region:
                 segment.home.insert(segment.first)
-            if "CAPTURE" not in error.result:
-                raise
-            return None  # a capture on another thread forbids waiting; grow instead
+            if isinstance(error, DriverError) and "CAPTURE" in error.result:
+                return None  # a capture on another thread forbids waiting; grow instead
+            raise
         with self.region:
             segment.home = home
             home.insert(segment.first)
-            block = home.take(size)
-            if block is not None:
-                self._hand_out(block)
-            return block
+            return self._take(home, size)
 
     def _orphan(self, size: int) -> Segment | None:
         """A free segment of a stream that is gone. For the region."""
@@ -298,7 +289,7 @@ class DevicePool:
                 if segment.size >= size:
                     return segment
             if id(home) not in alive:
-                del self.homes[key], self.pendings[key], self._streams[key]
+                del self.homes[key], self.hot[key], self._streams[key]
         return None
 
     # Giving memory back to the driver
@@ -329,7 +320,7 @@ class DevicePool:
                 released += segment.size
                 with self.region:
                     self.arena.vacate(segment.offset)
-                    self.total_bytes -= segment.size
+                    self.accounts.total_bytes -= segment.size
         finally:
             with self.region:
                 for segment in leaving:
@@ -340,7 +331,7 @@ class DevicePool:
         """Release everything that is free, and the range when nothing is left; whether it is."""
         self._settle()
         self.release_free()
-        if self.total_bytes:
+        if self.accounts.total_bytes:
             return False
         self.arena.close()
         return True
@@ -350,14 +341,17 @@ class DevicePool:
     def used_bytes(self) -> int:
         """Bytes of blocks in the user's hands."""
         with self.region:
-            homes = (*self.homes.values(), *self.captures.homes())
-            back = sum(block.size for home in homes for block in home.pending.copy())
-            return self._used_bytes - back
+            return self.accounts.exactly_used()
+
+    def _returned(self) -> list[Block]:
+        """Blocks that came back and were not looked at yet. For the region."""
+        homes = (*self.homes.values(), *self.captures.homes())
+        return [block for home in homes for bin_ in home.bins() for block in bin_.copy()]
 
     def handed_out(self) -> tuple[int, int]:
         """How many blocks were ever handed out, and their bytes in all."""
         with self.region:
-            uses, size = self._retired_uses, self._retired_bytes
+            uses, size = self.accounts.retired_uses, self.accounts.retired_bytes
             for segment in self.arena.segments.values():
                 for block in segment.blocks():
                     uses += block.uses
@@ -367,8 +361,7 @@ class DevicePool:
     def runs(self) -> list[Run]:
         """Every segment as runs of used blocks and merged free bytes, in address order."""
         with self.region:
-            homes = (*self.homes.values(), *self.captures.homes())
-            back = {block for home in homes for block in home.pending.copy()}
+            back = set(self._returned())
             segments = sorted(self.arena.segments.items())
             return [run for _, segment in segments for run in segment.runs(back)]
 

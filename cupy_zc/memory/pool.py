@@ -1,6 +1,6 @@
 """``MemoryPool``: CuPy's memory pool, on memory that can be shared, registered and multicast.
 
-The fast path of :meth:`MemoryPool.malloc` is one dict look-up and one ``deque.pop``; everything
+The fast path of :meth:`MemoryPool.malloc` is three dict look-ups and one ``list.pop``; everything
 else is in :mod:`cupy_zc.memory.device`.
 """
 
@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 import weakref
-from collections import deque
 from typing import Any
 
 import cupy
@@ -19,7 +18,7 @@ from cupy.cuda import MemoryPointer, memory_hook
 from ..config import settings
 from ..driver import Driver, select
 from ..errors import InvalidTypeError, InvalidValueError
-from .blocks import Block
+from .blocks import Bin, Block
 from .device import DevicePool
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
 from .snapshot import PoolStatistics, SegmentInfo, segment_info, statistics, take_snapshot
@@ -85,8 +84,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         """Begin with nothing: at first, and in the child after a fork."""
         self._making = threading.Lock()
         self._devices: dict[int, DevicePool] = {}
-        #: For the fast path: stream key to pending blocks, by device.
-        self._pendings: dict[int, dict[int, deque[Block]]] = {}
+        #: For the fast path: device to stream key to size to blocks.
+        self._hot: dict[int, dict[int, dict[int, Bin]]] = {}
         self._finalizer = weakref.finalize(self, _abandon, self._devices)
         self._finalizer.atexit = False
 
@@ -105,7 +104,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             made.limit = self._limit(device, *self._first_limit)
             with self._making:
                 pool = self._devices.setdefault(device, made)
-                self._pendings[device] = pool.pendings
+                self._hot[device] = pool.hot
             if pool is not made:
                 made.close()
         return pool
@@ -127,14 +126,13 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         try:
             key = stream._cupy_zc_key
             device = 0 if self._single else self._current_device()
-            pending = self._pendings[device][key]
-            block = None if key and self._is_capturing(stream.ptr) else pending.pop()
-        except (AttributeError, KeyError, IndexError):
-            block = None  # a new stream, device or size: not an error
-        if block is not None:
-            if block.size == (size + 511) & -512 and not (_has_hooks() and active_hooks()):
-                return hand_over(block, device)
-            pending.append(block)
+            bin_ = self._hot[device][key][(size + 511) & -512]
+            if not (key and self._is_capturing(stream.ptr)) and not (
+                _has_hooks() and active_hooks()
+            ):
+                return hand_over(bin_.pop(), device)
+        except (AttributeError, KeyError, IndexError, TypeError):
+            pass  # a stream, a device or a size that is new, or no block at hand: no error yet
         return self._malloc(size)
 
     def _malloc(self, size: int) -> Any:
@@ -212,8 +210,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
                 "MemoryPool.record_stream", "array", array, "an array allocated by this pool"
             )
         block: Block = memory._block
-        if pool.deferred.record(block, stream):
-            block.pending = pool.deferred.returned
+        pool.deferred.record(block, stream)
 
     # Giving back
 
@@ -287,12 +284,12 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     def total_bytes(self) -> int:
         """Bytes the pool holds on the current device: the sum of its segments."""
-        return self.device_pool().total_bytes
+        return self.device_pool().accounts.total_bytes
 
     def free_bytes(self) -> int:
         """Bytes held but not in use on the current device."""
         pool = self.device_pool()
-        return pool.total_bytes - pool.used_bytes()
+        return pool.accounts.total_bytes - pool.used_bytes()
 
     def n_free_blocks(self) -> int:
         """How many runs of free bytes there are on the current device."""

@@ -32,7 +32,7 @@ else:
 class PooledMemory(BaseMemory):
     """One block in the user's hands; what ``array.data.mem`` is. Made by the pool only.
 
-    Dropping it appends the block to a deque and does nothing else, so it may happen anywhere: in
+    Dropping it appends the block to a list and does nothing else, so it may happen anywhere: in
     the garbage collector, in another thread, inside ``malloc``. Where memory hooks are installed in
     the dropping thread, they are called around that, as CuPy does.
     """
@@ -70,7 +70,7 @@ class PooledMemory(BaseMemory):
         pointer, self.ptr = self.ptr, 0
         hooks = active_hooks()
         if not hooks:
-            block.pending.append(block)
+            block.bin.append(block)
             return
         identity, region = id(self), block.segment.home.pool.region
         if region.mine:  # the collector runs inside the pool; hooks are user code and wait
@@ -86,7 +86,7 @@ class PooledMemory(BaseMemory):
             block = self._block
         except AttributeError:
             return  # freed before
-        block.pending.append(block)
+        block.bin.append(block)
 
 
 def active_hooks() -> list[Any]:
@@ -106,7 +106,7 @@ def _free_with_hooks(hooks: list[Any], block: Block, pointer: int, identity: int
         for hook in hooks:
             hook.free_preprocess(**what)
     finally:  # whatever a hook raises, the block is not lost
-        block.pending.append(block)
+        block.bin.append(block)
         for hook in hooks:
             hook.free_postprocess(**what)
 
@@ -124,7 +124,7 @@ class NoMemory(BaseMemory):
 
 
 def hand_over(block: Block, device: int) -> Any:
-    """A ``MemoryPointer`` to a block, which comes back to ``block.pending`` when it is dropped."""
+    """A ``MemoryPointer`` to a block, which comes back to ``block.bin`` when it is dropped."""
     memory = PooledMemory()
     memory.ptr = block.ptr
     memory.size = block.size

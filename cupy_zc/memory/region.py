@@ -3,7 +3,7 @@
 Inside the region only Python lists and dicts change; no driver call, no hook, no user code. But the
 garbage collector may run anywhere, and with it a user's ``__del__`` that allocates an array, on the
 very thread that holds the lock. So collection waits until the region is left. (Giving an array
-*back* is no problem: that is one ``deque.append``.)
+*back* is no problem: that is one ``list.append``.)
 """
 
 from __future__ import annotations

@@ -41,7 +41,12 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Figures of one device. "Peak" is since the pool was made; all bytes are of whole blocks."""
+    """Figures of one device; all bytes are of whole blocks.
+
+    "Peak" is since the pool was made. The peaks of what is used are taken when a request needs more
+    than the fast path, which every new maximum does but one that is made of nothing but blocks that
+    were in use before, at other times; and when figures are asked for.
+    """
 
     used_bytes: int
     free_bytes: int
@@ -84,6 +89,7 @@ def segment_info(segment: Segment) -> SegmentInfo:
 
 def statistics(pool: DevicePool) -> PoolStatistics:
     """The figures of one device pool, from one look at its blocks."""
+    pool.used_bytes()  # brings the peaks up to date
     runs = pool.runs()
     segments = pool.segments()
     used = [size for _, _, size, block in runs if block is not None]
@@ -94,15 +100,15 @@ def statistics(pool: DevicePool) -> PoolStatistics:
         used_bytes=sum(used),
         free_bytes=sum(free),
         total_bytes=sum(used) + sum(free),
-        peak_used_bytes=pool.peak_used_bytes,
-        peak_total_bytes=pool.peak_total_bytes,
+        peak_used_bytes=pool.accounts.peak_used_bytes,
+        peak_total_bytes=pool.accounts.peak_total_bytes,
         allocated_bytes=allocated,
         used_blocks=len(used),
         free_blocks=len(free),
-        peak_used_blocks=pool.peak_used_blocks,
+        peak_used_blocks=pool.accounts.peak_used_blocks,
         allocated_blocks=blocks,
         segments=len(segments),
-        growths=pool.growths,
+        growths=pool.accounts.growths,
         largest_hole=largest,
         fragmentation=1 - largest / sum(free) if free else 0.0,
         leased_bytes=pool.captures.leased(segments),
