@@ -77,6 +77,19 @@ def test_a_temporary_is_reused_inside_its_capture(pool, driver):
         stream.end_capture()
 
 
+def test_reuse_inside_a_capture_does_not_eat_fresh_memory(pool, driver):
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        seen = set()
+        for _ in range(20):
+            pointer = pool.malloc(1000)
+            seen.add(pointer.ptr)
+            del pointer
+        stream.end_capture()
+    assert len(seen) == 1
+
+
 def test_a_capture_does_not_use_what_eager_work_may_still_use(pool, driver):
     stream = driver.make_stream(non_blocking=True)
     with stream:

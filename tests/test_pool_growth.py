@@ -162,6 +162,17 @@ def test_many_segments_come_and_go_without_a_trace(pool, driver, resources):
     assert driver.memory_info(0).free == free
 
 
+def test_a_dropped_pool_that_cannot_be_released_is_logged_and_hurts_nobody_else(caplog):
+    driver = FaultyDriver(HostDriver())
+    pool = cupy_zc.MemoryPool(driver=driver)
+    pool.malloc(512)
+    del pool
+    gc.collect()
+    driver.fail["synchronize"] = [UNKNOWN]
+    cupy_zc.MemoryPool(driver=HostDriver())
+    assert "could not be released: synchronize" in caplog.text
+
+
 # Streams
 
 

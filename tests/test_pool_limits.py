@@ -95,6 +95,12 @@ def test_a_wrong_limit_is_a_value_error_and_changes_nothing(pool, arguments):
     assert pool.get_limit() == 7 * MiB
 
 
+@pytest.mark.parametrize("arguments", [{"size": "1G"}, {"size": 1.5}, {"fraction": "half"}])
+def test_a_limit_that_is_no_number_is_a_type_error(pool, arguments):
+    with pytest.raises(cupy_zc.InvalidTypeError, match=r"MemoryPool\.set_limit"):
+        pool.set_limit(**arguments)
+
+
 def test_limits_can_be_fractions_and_can_be_lifted(pool, driver):
     pool.set_limit(fraction=0.25)
     assert pool.get_limit() == driver.memory_info(0).total // 4

@@ -65,6 +65,12 @@ class Segment:
         """Bytes, a multiple of the granule."""
         return self.handle.size
 
+    @property
+    def staying(self) -> bool:
+        """Whether it was not taken out of its home, as one whole free block, in order to leave."""
+        first = self.first
+        return first.state != FREE or self.home.index.get(first.offset) is first
+
     def blocks(self) -> Iterator[Block]:
         """All blocks in address order."""
         block: Block | None = self.first
@@ -184,6 +190,14 @@ class Home:
                     return self.returned
             found = self.hot[size] = Bin()
         return found
+
+    def reuse(self, size: int) -> Block | None:
+        """The newest block in the bin of a size. Also for outside the region."""
+        found = self.hot.get(size)
+        try:
+            return found.pop() if found else None
+        except IndexError:  # another thread was faster
+            return None
 
     # Parked blocks
 

@@ -18,7 +18,7 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -107,7 +107,7 @@ class DevicePool:
             OutOfMemoryError: even after releasing free segments and collecting garbage.
             DriverError: the driver refused for another reason than memory; nothing has changed.
         """
-        block = self._fit_quickly(home, size) or self._fit(home, size)
+        block = home.reuse(size) or self._fit_quickly(home, size) or self._fit(home, size)
         if block is not None:
             return block
         if size > self.arena.size:
@@ -293,6 +293,25 @@ class DevicePool:
         return None
 
     # Giving memory back to the driver
+
+    def pin(self, segments: Iterable[Segment] | None = None) -> list[Segment]:
+        """Keep segments from going back to the driver; None: all. Those gone or going are left out.
+
+        Returns:
+            What is pinned now, once more than before; each of them needs an :meth:`unpin`.
+        """
+        with self.region:
+            wanted = list(self.arena.segments.values() if segments is None else segments)
+            staying = [s for s in wanted if self.arena.segments.get(s.offset) is s and s.staying]
+            for segment in staying:
+                segment.pins += 1
+            return staying
+
+    def unpin(self, segments: Iterable[Segment]) -> None:
+        """Take a pin of each segment back."""
+        with self.region:
+            for segment in segments:
+                segment.pins -= 1
 
     def release_free(self, key: int | None = None) -> int:
         """Release all free, unregistered segments, or those of one stream key; returns bytes.

@@ -6,10 +6,13 @@ else is in :mod:`cupy_zc.memory.device`.
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import threading
 import warnings
 import weakref
+from numbers import Real
 from typing import Any
 
 import cupy
@@ -17,16 +20,18 @@ from cupy.cuda import MemoryPointer, memory_hook
 
 from ..config import settings
 from ..driver import Driver, select
-from ..errors import InvalidTypeError, InvalidValueError
+from ..errors import DriverError, InvalidTypeError, InvalidValueError
 from .blocks import Bin, Block
 from .device import DevicePool
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
 from .snapshot import PoolStatistics, SegmentInfo, segment_info, statistics, take_snapshot
 
-__all__ = ["MemoryPool", "parse_limit", "reap"]
+__all__ = ["MemoryPool", "abandon", "parse_limit", "reap"]
 
 #: CuPy's unit of allocation, in bytes: sizes are rounded up to it and addresses aligned to it.
 UNIT = 512
+
+_log = logging.getLogger("cupy_zc")
 
 _has_hooks = memory_hook._has_memory_hooks
 
@@ -64,9 +69,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
     ) -> None:
         if segment_size is None:
             segment_size = settings().segment_size
-        if not isinstance(segment_size, int) or isinstance(segment_size, bool):
-            raise InvalidTypeError("MemoryPool", "segment_size", segment_size, "an int, in bytes")
-        if segment_size <= 0:
+        if _whole("MemoryPool", "segment_size", segment_size) == 0:
             raise InvalidValueError("MemoryPool", "segment_size", segment_size, "more than 0 bytes")
         super().__init__()
         self._driver = select(driver)
@@ -136,12 +139,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         return self._malloc(size)
 
     def _malloc(self, size: int) -> Any:
-        try:
-            rounded = -(-size // UNIT) * UNIT
-        except TypeError:
-            raise InvalidTypeError("MemoryPool.malloc", "size", size, "an int, in bytes") from None
-        if size < 0:
-            raise InvalidValueError("MemoryPool.malloc", "size", size, "at least 0 bytes")
+        size = _whole("MemoryPool.malloc", "size", size)
+        rounded = -(-size // UNIT) * UNIT
         hooks = active_hooks()
         if not hooks:
             return self._serve(rounded)
@@ -180,8 +179,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         Raises:
             OutOfMemoryError, DriverError, InvalidValueError: as :meth:`malloc`.
         """
-        if not isinstance(nbytes, int) or nbytes < 0:
-            raise InvalidValueError("MemoryPool.reserve", "nbytes", nbytes, "an int, at least 0")
+        nbytes = _whole("MemoryPool.reserve", "nbytes", nbytes)
         if nbytes == 0:
             return 0
         pool = self.device_pool()
@@ -258,16 +256,16 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         """
         self.device_pool().limit = self._limit(self._current_device(), size, fraction)
 
-    def _limit(self, device: int, size: int | None, fraction: float | None) -> int:
+    def _limit(self, device: int, size: Any, fraction: Any) -> int:
         call = "MemoryPool.set_limit"
         if size is not None:
             if fraction is not None:
                 raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
-            if size < 0:
-                raise InvalidValueError(call, "size", size, "at least 0 bytes")
-            return int(size)
+            return _whole(call, "size", size)
         if fraction is None:
             return 0
+        if not isinstance(fraction, Real):
+            raise InvalidTypeError(call, "fraction", fraction, "a number from 0 to 1")
         if not 0 <= fraction <= 1:
             raise InvalidValueError(call, "fraction", fraction, "0 to 1")
         return int(fraction * self._driver.memory_info(device).total)
@@ -308,6 +306,17 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         return take_snapshot(self._driver, [pool for _, pool in sorted(self._devices.items())])
 
 
+def _whole(call: str, name: str, value: Any) -> int:
+    """An argument in bytes, whatever kind of integer it is."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(call, name, value, "an int, in bytes") from None
+    if number < 0:
+        raise InvalidValueError(call, name, value, "at least 0 bytes")
+    return number
+
+
 def parse_limit(text: str | None) -> tuple[int | None, float | None]:
     """``CUPY_GPU_MEMORY_LIMIT`` as (size, fraction): bytes, or a percentage with ``%``."""
     if not text:
@@ -326,6 +335,11 @@ def _abandon(devices: dict[int, DevicePool]) -> None:
     _orphans.extend(devices.values())
 
 
+def abandon(pool: DevicePool) -> None:
+    """Leave a device pool that nobody asks for memory any more to :func:`reap`."""
+    _orphans.append(pool)
+
+
 def reap() -> None:
     """Release what is left of pools that were dropped, as far as their arrays were dropped too.
 
@@ -337,7 +351,13 @@ def reap() -> None:
             pool = _orphans.pop(0)
         except IndexError:  # another thread is at it
             return
-        if not pool.close():
+        try:
+            gone = pool.close()
+        except DriverError as error:
+            # Whoever dropped the pool is not the one who is calling now.
+            _log.error("memory of a pool that was dropped could not be released: %s", error)
+            continue
+        if not gone:
             _orphans.append(pool)
 
 
