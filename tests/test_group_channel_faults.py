@@ -65,7 +65,7 @@ def test_a_lost_message_is_a_mismatch_on_every_rank_naming_both_steps() -> None:
 
 def test_a_message_lost_on_the_way_is_a_mismatch_on_every_rank() -> None:
     with workers.channels(3) as opened:
-        real = opened[0]._sockets[2]
+        real = opened[0]._streams._sockets[2]
 
         class _Lossy:
             lost = False
@@ -79,7 +79,7 @@ def test_a_message_lost_on_the_way_is_a_mismatch_on_every_rank() -> None:
                     return len(data[0])
                 return real.sendmsg(data, *rest)
 
-        opened[0]._sockets[2] = _Lossy()  # type: ignore[assignment]
+        opened[0]._streams._sockets[2] = _Lossy()  # type: ignore[assignment]
 
         def body(channel: Channel) -> str:
             with pytest.raises(MismatchError) as info:
@@ -224,7 +224,7 @@ def test_a_long_wait_names_the_rank(
 @contextlib.contextmanager
 def _first_reads_what_second_sends(said: bytes) -> Iterator[Channel]:
     with workers.channels(2) as opened:
-        opened[1]._sockets[0].sendall(said)
+        opened[1]._streams._sockets[0].sendall(said)
         yield opened[0]
 
 
@@ -261,7 +261,7 @@ def test_announced_descriptors_must_come() -> None:
 @pytest.mark.parametrize("said", [_head(payload=100) + b"x" * 10, _head(fds=3), _head()[:7]])
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_gone(said: bytes) -> None:
     with workers.channels(2) as opened:
-        opened[1]._sockets[0].sendall(said)
+        opened[1]._streams._sockets[0].sendall(said)
         opened[1].close()
         with pytest.raises(PeerTimeoutError, match="rank 1 has gone"):
             opened[0].broadcast(1)
@@ -272,7 +272,7 @@ def test_descriptors_of_a_torn_message_are_closed() -> None:
         whole = messages.Outbound(
             messages.Label(messages.Kind.BROADCAST, 1, ""), bytes(1 << 22), fds * 300
         )
-        assert not whole.advance(opened[1]._sockets[0])
+        assert not whole.advance(opened[1]._streams._sockets[0])
         assert whole.torn
         opened[1].close()
         before = workers.open_descriptors()
@@ -317,7 +317,7 @@ def test_a_system_that_refuses_to_send_is_an_error_with_the_remedy() -> None:
             raise OSError(109, "Too many references: cannot splice")
 
     with workers.channels(2) as opened:
-        opened[0]._sockets[1] = _Refusing(opened[0]._sockets[1])  # type: ignore[assignment]
+        opened[0]._streams._sockets[1] = _Refusing(opened[0]._streams._sockets[1])  # type: ignore[assignment]
         with pytest.raises(Error, match=r"could not send to rank 1: .*references.*ulimit -n"):
             opened[0].exchange(b"")
         assert opened[0].closed

@@ -6,7 +6,8 @@ debuggers), no file that outlives a killed process, no MPI that understands devi
 
 Every call carries a step number and a tag, which must be the same on all ranks. A rank that lost a
 message, or is somewhere else in the program, is a :class:`~cupy_zc.errors.MismatchError` with both
-sides named, on every rank.
+sides named, on every rank. Besides these calls, two ranks can pass mail (:meth:`Channel.send`,
+:meth:`Channel.recv`), in order for each sender, receiver and tag; it disturbs no other call.
 
 What an error leaves behind: different *tags* in an :meth:`Channel.exchange` leave the ranks in step
 and the channel usable, as an argument that is refused does. Any other error closes the channel, and
@@ -22,20 +23,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError, Error, InvalidTypeError, InvalidValueError, MismatchError
+from ..errors import ClosedError, InvalidTypeError, InvalidValueError, MismatchError
 from .agreement import vote
 from .bootstrap import MAX_PAYLOAD, Bootstrap
 from .identity import Topology
 from .mesh import TOKEN, connect, listen
 from .messages import MAX_FDS, MAX_TAG, Inbound, Kind, Label, Message, Outbound
 from .naming import shorten, sides
-from .waiting import Wait, gone
+from .streams import Streams
+from .waiting import Wait
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +57,7 @@ class Channel:
         self.topology = topology
         self.rank = topology.rank
         self.ranks = topology.node_ranks
-        self._sockets = dict(sockets)
+        self._streams = Streams(sockets)
         self._step = 0
         self._owner = os.getpid()
         self._closed = False
@@ -137,7 +138,7 @@ class Channel:
             InvalidValueError, InvalidTypeError: an argument, before anything is sent.
             ClosedError: the channel is closed, or was made by the parent of this process.
         """
-        peers = self._sockets.keys()
+        peers = self._streams.peers
         label, received = self._run(Kind.EXCHANGE, tag, payload, fds, peers, peers, timeout)
         labels = {self.rank: label, **{rank: item.label for rank, item in received.items()}}
         if any(other != label for other in labels.values()):
@@ -181,7 +182,7 @@ class Channel:
         if root == self.rank:
             if payload is None:
                 raise InvalidTypeError("Channel.broadcast", "payload", payload, "bytes on the root")
-            self._run(Kind.BROADCAST, tag, payload, fds, self._sockets.keys(), (), timeout)
+            self._run(Kind.BROADCAST, tag, payload, fds, self._streams.peers, (), timeout)
             return Message(root, payload)
         label, received = self._run(Kind.BROADCAST, tag, b"", (), (), (root,), timeout)
         if received[root].label != label:
@@ -197,16 +198,72 @@ class Channel:
         """:meth:`exchange` without descriptors, as the votes of ``agreement`` use it."""
         return [message.payload for message in self.exchange(payload, tag=tag, timeout=timeout)]
 
+    def send(
+        self,
+        rank: int,
+        payload: bytes,
+        fds: Sequence[int] = (),
+        *,
+        tag: str = "",
+        timeout: float | None = None,
+    ) -> None:
+        """Give a payload and descriptors to one other rank; returns when they are on the way.
+
+        It waits for the receiver only while the socket between the two is full, and reads what
+        other ranks send meanwhile, so that ranks which send to each other do not wait for ever.
+
+        Args:
+            rank: Who gets it, another one of :attr:`ranks`.
+            payload: As for :meth:`exchange`.
+            fds: As for :meth:`exchange`.
+            tag: What it is; :meth:`recv` asks for it by that.
+            timeout: As for :meth:`exchange`.
+
+        Raises:
+            PeerTimeoutError: the rank has gone, or did not read in time.
+            InvalidValueError, InvalidTypeError, ClosedError: as for :meth:`exchange`.
+        """
+        wait = self._begin_mail("send", rank, tag, payload, fds, timeout)
+        outbound = Outbound(Label(Kind.MAIL, 0, tag), payload, fds)
+        try:
+            self._streams.post(rank, outbound, wait)
+        except BaseException as error:
+            self._abort(error, [rank] if outbound.torn else ())
+            raise
+
+    def recv(self, rank: int, *, tag: str = "", timeout: float | None = None) -> Message:
+        """The next message that one other rank sent under a tag.
+
+        Args:
+            rank: Who sends, another one of :attr:`ranks`.
+            tag: Mail of other tags, and messages of collective calls, are kept for who asks.
+            timeout: As for :meth:`exchange`.
+
+        Returns:
+            The message; its descriptors are the caller's to close.
+
+        Raises:
+            PeerTimeoutError: it did not come in time, or the rank has gone.
+            InvalidValueError, ClosedError: as for :meth:`exchange`.
+        """
+        wait = self._begin_mail("recv", rank, tag, b"", (), timeout)
+        try:
+            return self._streams.transfer({}, {rank: tag}, wait)[rank].take()
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that have closed their channel, exited or were killed. Local, at once.
+
+        What they sent before may still be there to be received. Allowed in any thread.
+        """
+        return self._streams.gone()
+
     def close(self) -> None:
         """Leave. Local, allowed twice, and what a forked child may call as well."""
         self._closed = True
-        while self._sockets:
-            _, connection = self._sockets.popitem()
-            if os.getpid() == self._owner:
-                with contextlib.suppress(OSError):
-                    # A forked child may hold a copy; shutdown tells the peer all the same.
-                    connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        self._streams.close(owner=os.getpid() == self._owner)
 
     def __enter__(self) -> Self:
         return self
@@ -232,92 +289,43 @@ class Channel:
         """Send a message to some ranks and receive one of others, all at once."""
         call = f"Channel.{kind.name.lower()}"
         _check_arguments(call, tag, payload, fds)
-        if self._closed or os.getpid() != self._owner:
-            why = "is closed" if self._closed else "belongs to the parent of this process"
-            raise ClosedError(f"rank {self.rank}: {call}({tag!r}): this channel {why}")
+        self._check_usable(call, tag)
         label = Label(kind, self._step + 1, tag)
         wait = Wait(f"rank {self.rank}: {label}", timeout)
         self._step += 1
         outgoing = {rank: Outbound(label, payload, fds) for rank in to}
-        incoming = {rank: Inbound(rank) for rank in of}
         try:
-            self._transfer(outgoing, incoming, wait)
+            return label, self._streams.transfer(outgoing, dict.fromkeys(of), wait)
         except BaseException as error:
-            for item in incoming.values():
-                item.close()
             self._abort(error, [rank for rank, item in outgoing.items() if item.torn])
             raise
-        return label, incoming
 
-    def _transfer(
-        self, outgoing: Mapping[int, Outbound], incoming: Mapping[int, Inbound], wait: Wait
-    ) -> None:
-        """Move bytes both ways wherever a socket is ready: no order of ranks can deadlock."""
-        with selectors.PollSelector() as selector:
-            pending = dict.fromkeys([*outgoing, *incoming], 0)
-            ready = list(pending)
-            while True:
-                for rank in ready:
-                    events = self._advance(rank, outgoing.get(rank), incoming.get(rank), wait)
-                    if events != pending[rank]:
-                        if pending[rank]:
-                            selector.unregister(self._sockets[rank])
-                        if events:
-                            selector.register(self._sockets[rank], events, rank)
-                    pending[rank] = events
-                missing = [rank for rank, events in pending.items() if events]
-                if not missing:
-                    return
-                wait.check(missing)
-                ready = [key.data for key, _ in selector.select(wait.slice())]
+    def _begin_mail(
+        self,
+        name: str,
+        rank: int,
+        tag: str,
+        payload: bytes,
+        fds: Sequence[int],
+        timeout: float | None,
+    ) -> Wait:
+        call = f"Channel.{name}"
+        _check_arguments(call, tag, payload, fds)
+        if rank == self.rank or rank not in self.ranks:
+            others = tuple(other for other in self.ranks if other != self.rank)
+            raise InvalidValueError(call, "rank", rank, f"one of {others}")
+        self._check_usable(call, tag)
+        return Wait(f"rank {self.rank}: {call}({rank}, {tag!r})", timeout)
 
-    def _advance(
-        self, rank: int, outgoing: Outbound | None, incoming: Inbound | None, wait: Wait
-    ) -> int:
-        """Do what one socket is ready for; what is still to come, as selector events."""
-        connection = self._sockets[rank]
-        events = 0
-        try:
-            if outgoing is not None and not outgoing.done and not outgoing.advance(connection):
-                events |= selectors.EVENT_WRITE
-        except ConnectionError as error:
-            raise self._farewell(rank, incoming or Inbound(rank), wait) from error
-        except OSError as error:
-            raise Error(
-                f"{wait.what}: could not send to rank {rank}: {error}; if it speaks of too many "
-                "references or files, raise the limit on open files (ulimit -n)"
-            ) from error
-        try:
-            if incoming is not None and not incoming.done and not incoming.advance(connection):
-                events |= selectors.EVENT_READ
-        except ConnectionError as error:
-            raise gone(wait.what, [rank]) from error
-        if incoming is not None and incoming.done and incoming.kind is Kind.ABORT:
-            raise _aborted(wait.what, incoming)
-        return events
-
-    def _farewell(self, rank: int, incoming: Inbound, wait: Wait) -> Error:
-        """The error for a peer that takes no more bytes; what it sent last may say why."""
-        try:
-            while incoming.done or incoming.advance(self._sockets[rank]):
-                if incoming.kind is Kind.ABORT:
-                    return _aborted(wait.what, incoming)
-                incoming.close()
-                incoming = Inbound(rank)
-        except ConnectionError:
-            pass  # the end of what it sent
-        finally:
-            incoming.close()
-        return gone(wait.what, [rank])
+    def _check_usable(self, call: str, tag: str) -> None:
+        if self._closed or os.getpid() != self._owner:
+            why = "is closed" if self._closed else "belongs to the parent of this process"
+            raise ClosedError(f"rank {self.rank}: {call}({tag!r}): this channel {why}")
 
     def _abort(self, error: BaseException, torn: Collection[int] = ()) -> None:
         """Close after a failure, telling each peer why if its stream is between two messages."""
-        reason = shorten(str(error), _LONGEST_REASON).encode()
         label = Label(Kind.ABORT, self._step, type(error).__name__)
-        for rank, connection in self._sockets.items():
-            if rank not in torn:
-                with contextlib.suppress(OSError):
-                    Outbound(label, reason, ()).advance(connection)
+        self._streams.farewell(label, shorten(str(error), _LONGEST_REASON), torn)
         self.close()
 
 
@@ -349,13 +357,3 @@ def _mismatch(labels: Mapping[int, Label | None]) -> MismatchError:
         f"the ranks are not at the same call: {where}; a message was lost, or the ranks do not "
         "make the same calls in the same order"
     )
-
-
-def _aborted(what: str, incoming: Inbound) -> Error:
-    """The error for a peer that gave up: of its own kind where that is known to be shared."""
-    label = incoming.label
-    assert label is not None
-    reason = incoming.payload.decode(errors="replace")
-    if label.tag == MismatchError.__name__:
-        return MismatchError(f"{what}: rank {incoming.rank} gave up: {reason}")
-    return gone(what, [incoming.rank], f"it gave up with {label.tag}: {reason}")

@@ -44,6 +44,8 @@ class Kind(enum.IntEnum):
     BROADCAST = 2
     #: The sender gives up; the payload says why.
     ABORT = 3
+    #: From one rank to another; not part of a collective call.
+    MAIL = 4
 
 
 @dataclass(frozen=True, slots=True)

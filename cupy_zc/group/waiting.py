@@ -20,7 +20,8 @@ WARN_AFTER = 10.0
 
 _REMEDY = (
     "check that every rank was started, is still alive and makes the same calls in the same order; "
-    "pass a longer timeout, or set CUPY_ZC_SETUP_TIMEOUT, if the rank is only slow"
+    "if the rank is only slow, pass a longer timeout, or set CUPY_ZC_SETUP_TIMEOUT (for set-up) or "
+    "CUPY_ZC_TIMEOUT (for the rest)"
 )
 
 

@@ -12,7 +12,6 @@ import os
 import threading
 import warnings
 import weakref
-from numbers import Real
 from typing import Any
 
 import cupy
@@ -264,11 +263,11 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             return _whole(call, "size", size)
         if fraction is None:
             return 0
-        if not isinstance(fraction, Real):
+        if isinstance(fraction, str) or not hasattr(fraction, "__float__"):
             raise InvalidTypeError(call, "fraction", fraction, "a number from 0 to 1")
         if not 0 <= fraction <= 1:
             raise InvalidValueError(call, "fraction", fraction, "0 to 1")
-        return int(fraction * self._driver.memory_info(device).total)
+        return int(float(fraction) * self._driver.memory_info(device).total)
 
     def get_limit(self) -> int:
         """The limit on the current device in bytes, 0 for none."""
