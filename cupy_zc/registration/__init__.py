@@ -1,0 +1,26 @@
+"""Memory that peers can reach: mirrored arenas, registrations, and the symmetric heap.
+
+::
+
+    registry = Registry(driver, device, channel)    # one for each communicator
+    heap = SymmetricHeap(registry)                  # its arena 0: the same offsets on every rank
+    with registry.register(array):                  # collective
+        arena, offset, registered, reason, segment = registry.locate(array)
+        address = registry.address(peer, arena_there, offset_there)
+"""
+
+from __future__ import annotations
+
+from .explain import Rule
+from .published import Location, Registration
+from .registry import Registry
+from .symmetric import SymmetricHeap, SymmetricMemory
+
+__all__ = [
+    "Location",
+    "Registration",
+    "Registry",
+    "Rule",
+    "SymmetricHeap",
+    "SymmetricMemory",
+]

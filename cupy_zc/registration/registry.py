@@ -1,0 +1,379 @@
+"""Registrations of one rank: what its peers have mapped, who asked for it, and until when.
+
+What is registered is whole segments. A segment is *published* while somebody holds it: a
+:class:`Registration`, the symmetric heap, or the registry itself for segments that collectives
+touched (those are held only as long as the pool keeps them). Published means that, as last agreed,
+every peer has it mapped.
+
+Letting go is local: from then on the segment counts as unregistered here. The peers unmap it at the
+next *agreed point*, that is at the next call in which the ranks talk anyway (:mod:`.agreed`). They
+need not have let go of theirs: what a rank publishes is its own, and peers touch it only where the
+rank itself names it in the entry barrier of a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import cupy
+
+from ..config import settings
+from ..driver.api import Driver, SegmentHandle
+from ..errors import AgreementError, ClosedError, InvalidTypeError, InvalidValueError
+from ..group import Channel
+from ..memory import MemoryPool
+from ..memory.arena import Arena
+from ..memory.blocks import Segment
+from .agreed import News, carry_out
+from .explain import Rule, judge
+from .published import Entry, Location, Registration
+from .window import SegmentName, Windows
+
+__all__ = ["Registry"]
+
+_log = logging.getLogger("cupy_zc")
+
+#: Call numbers that are multiples of it are agreed points, besides the powers of two.
+EVERY = 1024
+
+#: What holds a segment that collectives touched.
+_AUTOMATIC = object()
+
+
+class Registry:
+    """What one rank has registered, and what it reaches of its peers.
+
+    :meth:`register`, :meth:`at_call`, :meth:`collect` and :meth:`agree` are collective and for one
+    thread at a time (the communicator has a lock); a :class:`Registration` may be ended by any
+    thread at any time.
+
+    Args:
+        driver: The driver of the memory, the same object that the pools use.
+        device: The device of this rank.
+        channel: The ranks of the node; stays the caller's.
+        timeout: Seconds to wait where user code may delay a peer; None for ``settings().timeout``.
+    """
+
+    def __init__(
+        self, driver: Driver, device: int, channel: Channel, *, timeout: float | None = None
+    ) -> None:
+        self.driver = driver
+        self.device = device
+        self.channel = channel
+        self.timeout = settings().timeout if timeout is None else timeout
+        self.windows = Windows(driver, device, channel.rank)
+        #: Where in this process a byte of a rank is: ``address(rank, arena, offset)``.
+        self.address = self.windows.address
+        self.closed = False
+        self._published: dict[Segment, Entry] = {}
+        #: Let go of, and not known to be unmapped everywhere yet.
+        self._leaving: list[SegmentName] = []
+        self._touched: dict[Segment, None] = {}
+        self._registrations: set[Registration] = set()
+        #: Pools may go; their numbers are not given again.
+        self._numbers: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+        self._live_numbers: set[int] = set()
+        self._next_number = 1
+
+    # What users ask for
+
+    def register(self, target: Any, call: str = "Communicator.register") -> Registration:
+        """Let the peers reach an array, or all a pool has. Collective; each rank gives its own.
+
+        Args:
+            target: A ``cupy.ndarray`` whose memory is of a pool of this package, or a
+                :class:`~cupy_zc.MemoryPool` (the segments it has now on this device). Whole
+                segments are registered; ranks may hold different numbers of them.
+            call: The public name, for errors.
+
+        Raises:
+            AgreementError: a rank could not; on all of them, and everything is as before.
+            MismatchError: ranks are at different calls. PeerTimeoutError: a rank did not come.
+            ClosedError: the registry is closed.
+        """
+        registration = Registration(target, self._let_go)
+
+        def choose() -> tuple[list[Segment], tuple[int, int] | None]:
+            segments = self._pin(target, call)
+            registration.hold(segments)
+            return segments, self._name(target, segments)
+
+        try:
+            said = self.agree(call, choose, registration)
+        except BaseException:
+            registration.deregister()
+            raise
+        registration.arrays = {rank: news.array for rank, news in said.items()}
+        self._registrations.add(registration)
+        return registration
+
+    def collect(self, call: str = "Communicator.collect") -> None:
+        """Carry out what was deregistered. Collective. Errors: as :meth:`register`."""
+        self.agree(call, _no_segments, None)
+
+    def explain(self, array: Any) -> tuple[Rule, ...]:
+        """Every rule that decides about zero-copy for an array, with what to do. Local.
+
+        Raises:
+            InvalidTypeError: it is not a ``cupy.ndarray``.
+        """
+        return judge(self, array)
+
+    # What collectives ask for
+
+    def locate(self, array: Any) -> Location:
+        """Where an array is, and whether the peers can reach it there. Local and cheap."""
+        data = array.data
+        segment = getattr(data.mem, "segment", None)
+        if isinstance(segment, Segment):
+            entry = self._published.get(segment)
+            if entry is not None and entry.holders:
+                offset = segment.offset + data.ptr - segment.address
+                return Location(entry.name.arena, offset, True, "", segment)
+        if not array.nbytes:
+            return Location(0, 0, True, "", None)
+        reason = self.refusal(data.mem)
+        if reason:
+            return Location(-1, 0, False, reason, None)
+        return Location(-1, 0, False, "its segment is not registered", segment)
+
+    def touched(self, segment: Segment) -> None:
+        """Note a segment that a collective used without registration, for the next agreed call.
+
+        It does not keep the memory from going back to the driver.
+        """
+        self._touched[segment] = None
+
+    def at_call(self, number: int) -> None:
+        """Register what collectives touched, where ``number`` is an agreed one. Collective there.
+
+        Agreed are 1, 2, 4, 8, ... and the multiples of 1,024. What is registered so is not pinned:
+        when its pool gives it back to the driver, the registration ends by itself.
+
+        A failure to register is logged and no error, as the calls work without it. The others are
+        those of :meth:`register`.
+
+        Args:
+            number: Number of the collective call, from 1, equal on all ranks.
+        """
+        if number & (number - 1) and number % EVERY:
+            return
+        touched, self._touched = self._touched, {}
+        pinned: list[Segment] = []
+
+        def choose() -> tuple[list[Segment], None]:
+            for segment in touched:
+                if not self._refusal_of(segment):
+                    pinned.extend(segment.home.pool.pin([segment]))
+            return pinned, None
+
+        try:
+            self.agree(f"collective call {number}", choose, _AUTOMATIC)
+        except AgreementError as error:
+            _log.warning(
+                "rank %d: arrays are not registered and collectives stage them: %s",
+                self.channel.rank, str(error),  # a log that keeps records must not keep frames
+            )  # fmt: skip
+        finally:
+            for segment in pinned:
+                segment.home.pool.unpin([segment])
+
+    # What the symmetric heap and explain ask for
+
+    def refusal(self, memory: Any) -> str:
+        """Why memory (``array.data.mem``) can never be registered here; empty where it can."""
+        segment = getattr(memory, "segment", None)
+        if self.closed:
+            return "the communicator is closed"
+        if isinstance(segment, Segment):
+            return self._refusal_of(segment)
+        return (
+            f"its memory is a {type(memory).__name__}, not of a cupy_zc.MemoryPool; call "
+            "cupy_zc.install() before the array is made, or make it with the communicator's empty()"
+        )
+
+    def counterparts(self, arena: int, offset: int) -> Mapping[int, tuple[int, int] | None] | None:
+        """What each rank registered together with the array at this place; None if not known."""
+        for registration in tuple(self._registrations):
+            if registration.arrays.get(self.channel.rank) == (arena, offset):
+                return registration.arrays
+        return None
+
+    def claim_heap(self, arena: Arena) -> None:
+        """Make an arena number 0 of this rank."""
+        self._numbers[arena] = 0
+        self.windows.own(0, arena.base)
+
+    def agree(
+        self,
+        tag: str,
+        choose: Callable[[], tuple[Sequence[Segment], tuple[int, int] | None]],
+        holder: object,
+        check: Callable[[Mapping[int, News]], None] = lambda _: None,
+    ) -> dict[int, News]:
+        """An agreed point: publish segments and carry out what was let go of. Collective.
+
+        Args:
+            tag: Which call it is, equal on all ranks.
+            choose: Gives the segments, which stay at least until this returns, and the name of the
+                one array they are for, if there is one. An error it raises is raised on all ranks.
+            holder: What holds them from now on.
+            check: See :func:`~cupy_zc.registration.agreed.carry_out`.
+
+        Returns:
+            What each rank said.
+
+        Raises:
+            As :meth:`register`.
+        """
+        self._check_open(tag)
+        fresh: list[Entry] = []
+
+        def prepare() -> tuple[News, Sequence[SegmentHandle]]:
+            segments, array = choose()
+            fresh.extend(self._hold(segments, holder))
+            self._retire()
+            news = News(
+                released=tuple(self._leaving),
+                retired=self._retired(),
+                offers=tuple(entry.offer for entry in fresh),
+                array=array,
+            )
+            return news, [entry.segment.handle for entry in fresh]
+
+        said = carry_out(
+            self.driver,
+            self.device,
+            self.channel,
+            self.windows,
+            tag,
+            prepare,
+            check,
+            settled=self._settled,
+            timeout=self.timeout,
+        )
+        for entry in fresh:
+            self._published[entry.segment] = entry
+        return said
+
+    def close(self) -> None:
+        """Unmap all there is of the peers and end all registrations. Local; again does nothing.
+
+        Peers keep what they mapped of this rank's memory until they close as well.
+
+        Raises:
+            DriverError: the first thing that went wrong; everything else was done all the same.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        with ExitStack() as stack:
+            stack.callback(self.windows.close)
+            stack.callback(self.driver.synchronize, self.device)
+            for registration in tuple(self._registrations):
+                registration.deregister()
+            self._published.clear()
+            self._touched.clear()
+            self._leaving.clear()
+
+    # Inside
+
+    def _check_open(self, call: str) -> None:
+        if self.closed:
+            raise ClosedError(f"rank {self.channel.rank}: {call}: the communicator is closed")
+
+    def _let_go(self, registration: Registration, segments: Sequence[Segment]) -> None:
+        """Drop what a registration held. Local, in any thread."""
+        self._registrations.discard(registration)
+        for segment in segments:
+            entry = self._published.get(segment)
+            if entry is not None:
+                entry.holders.discard(registration)
+            segment.home.pool.unpin([segment])
+
+    def _refusal_of(self, segment: Segment) -> str:
+        pool = segment.home.pool
+        if pool.driver is not self.driver:
+            return (
+                f"its memory comes from another driver ({pool.driver.name}) than the one of the "
+                f"communicator ({self.driver.name}); make pool and communicator with one driver"
+            )
+        if pool.device != self.device:
+            return (
+                f"its memory is on device {pool.device}, and rank {self.channel.rank} has device "
+                f"{self.device}"
+            )
+        return ""
+
+    def _pin(self, target: Any, call: str) -> list[Segment]:
+        """The segments of an array or a pool, pinned."""
+        if isinstance(target, MemoryPool):
+            if target.driver is not self.driver:
+                allowed = "a pool made with the driver of the communicator"
+                raise InvalidValueError(call, "target", target, allowed)
+            return target.device_pool(self.device).pin()
+        if not isinstance(target, cupy.ndarray):
+            allowed = "a cupy.ndarray or a cupy_zc.MemoryPool"
+            raise InvalidTypeError(call, "target", target, allowed)
+        if not target.nbytes:
+            return []
+        reason = self.refusal(target.data.mem)
+        if reason:
+            allowed = f"an array that can be registered, but {reason}"
+            raise InvalidValueError(call, "target", target, allowed)
+        segment = target.data.mem.segment
+        return list(segment.home.pool.pin([segment]))
+
+    def _name(self, target: Any, segments: Sequence[Segment]) -> tuple[int, int] | None:
+        if isinstance(target, MemoryPool) or not segments:
+            return None
+        arena = segments[0].home.pool.arena
+        return self._number(arena), target.data.ptr - arena.base
+
+    def _number(self, arena: Arena) -> int:
+        number = self._numbers.get(arena)
+        if number is None:
+            number = self._numbers[arena] = self._next_number
+            self._next_number += 1
+            self._live_numbers.add(number)
+            self.windows.own(number, arena.base)
+        return number
+
+    def _hold(self, segments: Sequence[Segment], holder: object) -> list[Entry]:
+        """Add a holder to each segment; the entries of those that are not published yet."""
+        fresh: list[Entry] = []
+        for segment in segments:
+            entry = self._published.get(segment)
+            if entry is None:
+                arena = self._number(segment.home.pool.arena)
+                name = SegmentName(arena, segment.offset, segment.generation)
+                entry = Entry(segment, name)
+                fresh.append(entry)
+            entry.holders.add(holder)
+        return fresh
+
+    def _retire(self) -> None:
+        """Take what nobody wants any more out of the published ones."""
+        for segment, entry in tuple(self._published.items()):
+            if not entry.wanted:
+                del self._published[segment]
+                self._leaving.append(entry.name)
+
+    def _retired(self) -> tuple[int, ...]:
+        """Numbers of arenas that are gone, and that peers may still mirror."""
+        return tuple(sorted(self._live_numbers.difference(self._numbers.values())))
+
+    def _settled(self, news: News) -> None:
+        """All peers have carried out the releases in ``news``."""
+        del self._leaving[: len(news.released)]
+        self._live_numbers.difference_update(news.retired)
+        for arena in news.retired:
+            self.windows.disown(arena)
+
+
+def _no_segments() -> tuple[list[Segment], None]:
+    return [], None
