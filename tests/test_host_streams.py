@@ -288,6 +288,15 @@ def test_a_device_waits_for_streams_that_were_dropped(host, impatient):
     host.synchronize(0)
 
 
+def test_errors_of_a_stream_are_not_told_to_who_waits_for_the_device(host, stream):
+    hold = stream.hold()
+    stream.enqueue(lambda: 1 / 0)
+    hold.release()
+    host.synchronize(0)
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize()
+
+
 def test_work_cannot_wait_for_its_own_stream(stream):
     with pytest.raises(DriverError, match="wait for itself") as error:
         stream.enqueue(stream.synchronize)

@@ -239,5 +239,6 @@ def test_a_reservation_must_be_a_number_of_bytes(pool, nbytes, error):
 
 def test_numbers_of_numpy_are_numbers(pool):
     pool.set_limit(size=np.int64(1 << 30))
-    assert pool.malloc(np.uint32(1000)).mem.size == 1024
+    for _ in range(5):  # the fast path as well
+        assert pool.malloc(np.uint32(1000)).mem.size == 1024
     assert pool.get_limit() == 1 << 30

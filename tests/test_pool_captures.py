@@ -10,6 +10,7 @@ import pytest
 
 import cupy_zc
 from cupy_zc.driver.host import HostDriver
+from cupy_zc.memory.blocks import HOT_SIZES
 
 MiB = 1 << 20
 
@@ -101,6 +102,63 @@ def test_a_capture_does_not_use_what_eager_work_may_still_use(pool, driver):
         assert captured.ptr != address
         stream.end_capture()
         assert pool.malloc(1000).ptr == address
+
+
+def test_a_capture_of_very_many_sizes_keeps_its_memory_to_itself(pool, driver):
+    """Ends: the fast path of eager arrays served from the bins of a capture."""
+    pool.malloc(64)
+    sizes = [512 * n for n in range(1, HOT_SIZES + 20)]
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        for _ in range(3):
+            for size in sizes:
+                pool.malloc(size)
+        graph = stream.end_capture()
+    eager = [pool.malloc(size) for _ in range(3) for size in sizes]
+    assert all(pointer.mem.segment.home.capture is None for pointer in eager)
+    assert graph is not None
+
+
+def test_memory_that_arrives_after_its_capture_has_ended_is_not_lost():
+    """Ends: a segment joining a home that nobody asks any more."""
+    driver = HostDriver()
+    stream = driver.make_stream()
+
+    class Ending:
+        def __getattr__(self, name):
+            return getattr(driver, name)
+
+        def create(self, device, size):
+            stream.end_capture()
+            gc.collect()
+            pool.device_pool().captures.poll()
+            return driver.create(device, size)
+
+    pool = cupy_zc.MemoryPool(driver=Ending())
+    with stream:
+        stream.begin_capture()
+        pool.malloc(1000)
+    pool.free_all_blocks()
+    assert (pool.used_bytes(), pool.total_bytes()) == (0, 0)
+
+
+def test_graphs_that_are_gone_leave_nothing_behind(host, allocator):
+    pool = cupy_zc.MemoryPool(driver=host)
+    allocator(pool)
+    side, stream = host.make_stream(), host.make_stream()
+    for _ in range(20):
+        with stream:
+            stream.begin_capture()
+            array = cupy.empty(1000)
+            graph = stream.end_capture()
+        pool.record_stream(array, side)
+        del graph
+        pool.free_all_blocks()
+        del array
+        pool.free_all_blocks()
+    assert pool.device_pool().captures.homes() == []
+    assert pool.total_bytes() == 0
 
 
 def test_branches_of_a_capture_do_not_share_temporaries(pool, driver):
@@ -272,8 +330,17 @@ def test_snapshots_tell_which_memory_is_captured(pool, driver):
     (device,) = pool.snapshot()["devices"]
     (segment,) = device["segments"]
     assert segment["capture"] is not None
+    assert segment["stream"] is None
     assert f"capture {segment['capture']}" in cupy_zc.memory.render(pool.snapshot())
-    assert graph is not None
+    del graph
+    gc.collect()
+    for _ in range(200):
+        (device,) = pool.snapshot()["devices"]
+        if device["segments"][0]["capture"] is None:
+            break
+        threading.Event().wait(0.005)
+    assert device["segments"][0]["stream"] is not None
+    assert pool.statistics().leased_bytes == 0
 
 
 # record_stream

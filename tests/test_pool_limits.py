@@ -116,8 +116,8 @@ def test_the_environment_sets_the_first_limit(monkeypatch, text, limit):
     assert pool.get_limit() == (512 * MiB if limit is None else limit)
 
 
-@pytest.mark.parametrize("text", ["a lot", "x%", "150%"])
-def test_a_wrong_limit_in_the_environment_is_named(monkeypatch, text):
+@pytest.mark.parametrize("text", ["a lot", "x%", "150%", "-1", "-5%"])
+def test_a_wrong_limit_in_the_environment_is_named_at_once(monkeypatch, text):
     monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", text)
-    with pytest.raises(cupy_zc.InvalidValueError):
-        cupy_zc.MemoryPool(driver=HostDriver()).get_limit()
+    with pytest.raises(cupy_zc.InvalidValueError, match="CUPY_GPU_MEMORY_LIMIT"):
+        cupy_zc.MemoryPool(driver=HostDriver())

@@ -14,10 +14,13 @@ import pytest
 import cupy_zc
 from cupy_zc.driver.host import HostDriver
 
+#: Python 3.12 warns of forks of processes that have threads, which is what some tests are about.
+WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")
+
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [sys.executable, *WARNINGS, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -88,6 +91,59 @@ def test_a_forked_child_gets_memory_of_its_own():
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert int(result.stdout) == 512 + 8192
+
+
+def test_threads_may_fork_at_once():
+    """Ends: two forks sharing one list of what they hold, and a lock that stays locked."""
+    result = run(
+        """
+        import os, sys, threading, cupy, cupy_zc
+        sys.setswitchinterval(1e-6)
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+        cupy.empty(10)
+        def work():
+            for _ in range(25):
+                child = os.fork()
+                if child == 0:
+                    cupy.empty(10)
+                    os._exit(0)
+                _, status = os.waitpid(child, 0)
+                assert status == 0
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        pool.free_all_blocks()
+        print("done")
+        """
+    )
+    assert result.stdout == "done\n"
+    assert "Exception ignored" not in result.stderr
+
+
+def test_work_that_a_thread_of_the_parent_runs_does_not_hold_up_the_child():
+    result = run(
+        """
+        import os, threading, cupy, cupy_zc
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+        stream = pool.driver.make_stream()
+        running, go_on = threading.Event(), threading.Event()
+        work = lambda: (running.set(), go_on.wait(30))
+        thread = threading.Thread(target=stream.enqueue, args=(work,))
+        thread.start()
+        running.wait(30)
+        child = os.fork()
+        if child == 0:
+            cupy.empty(10)
+            pool.free_all_blocks()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        go_on.set()
+        thread.join()
+        print(status)
+        """,
+        CUPY_ZC_TIMEOUT="5",
+    )
+    assert result.stdout == "0\n"
 
 
 @pytest.mark.parametrize("holder", ["global", "cycle", "hook", "graph"])

@@ -82,7 +82,6 @@ def eager_collector():
     gc.set_threshold(1)
     yield
     gc.set_threshold(*before)
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("kind", [Array, Allocating])
@@ -197,6 +196,22 @@ def test_one_memory_object_freed_by_many_threads_is_freed_once():
         assert {pool.malloc(512).ptr} == {pool.malloc(512).ptr}
 
 
+def test_free_bytes_are_never_negative():
+    """Ends: total and used bytes of two moments subtracted."""
+    pool = cupy_zc.MemoryPool(driver=HostDriver(), segment_size=1 << 21)
+    pool.malloc(512)
+
+    def work(number):
+        for _ in range(100):
+            if number % 2:
+                assert pool.free_bytes() >= 0
+            else:
+                pool.malloc((number + 1) << 21)
+                pool.free_all_blocks()
+
+    run_threads(work, count=4)
+
+
 def test_using_allocator_in_a_worker_thread():
     pool = cupy_zc.MemoryPool(driver=HostDriver())
 
@@ -210,67 +225,93 @@ def test_using_allocator_in_a_worker_thread():
     assert cupy.cuda.get_allocator() == before
 
 
-def test_a_signal_handler_that_allocates_inside_the_pool_gets_an_error_not_a_dead_lock():
-    pool = cupy_zc.MemoryPool(driver=HostDriver())
-    region = pool.device_pool().region
-    errors = []
-
-    def handler(_number, _frame):
-        try:
-            pool.malloc(1 << 20)
-        except cupy_zc.Error as error:
-            errors.append(str(error))
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with region:
-            signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert "signal handler" in errors[0]
-    assert pool.malloc(1 << 20).mem.size == 1 << 20
-
-
-def test_no_finalizer_runs_while_the_pool_is_at_work(monkeypatch):
-    """Ends: a finalizer that allocates, run inside the pool, dead-locking on the pool."""
-    pool = cupy_zc.MemoryPool(driver=HostDriver())
-    kept = pool.malloc(512)
-    inside, ran = [], []
-
-    class Finalizer:
-        def __del__(self):
-            ran.append(bool(inside))
-            pool.malloc(100_000)
+def inside_the_pool(pool, monkeypatch, call):
+    """Run ``call`` as a finalizer or a signal handler would: while the pool is at work."""
+    results = []
 
     def take(home, size, take=Home.take):
-        inside.append(True)
-        if len(inside) == 1 and not ran:
-            cycle = Finalizer()
-            cycle.me = cycle
-            del cycle
-            _ = [[] for _ in range(5000)]  # the collector would run now
-        block = take(home, size)
-        inside.pop()
-        return block
+        monkeypatch.undo()
+        results.append(call())
+        return take(home, size)
 
     monkeypatch.setattr(Home, "take", take)
     pool.malloc(50_000)
-    monkeypatch.undo()
-    gc.collect()
-    assert ran == [False]
-    assert pool.used_bytes() == kept.mem.size
+    (result,) = results
+    return result
 
 
-def test_the_collector_stays_off_if_the_user_turned_it_off():
+def test_a_finalizer_that_allocates_inside_the_pool_is_served(driver, monkeypatch, allocator):
+    """Ends: a finalizer that the collector runs inside the pool dead-locking on the pool."""
+    pool = cupy_zc.MemoryPool(driver=driver)
+    allocator(pool)
+    before = pool.used_bytes()
+    array = inside_the_pool(pool, monkeypatch, lambda: cupy.empty(1000, dtype="i4"))
+    assert getattr(array.data.mem, "driver_name", "cuda") == driver.name
+    cupy_zc.copyto(array, 7)
+    assert (cupy_zc.asnumpy(array) == 7).all()
+    assert pool.used_bytes() == before
+    del array
+
+
+def test_a_finalizer_runs_when_the_collector_wants(monkeypatch):
     pool = cupy_zc.MemoryPool(driver=HostDriver())
-    gc.disable()
+    ran = []
+
+    class Finalizer:
+        def __del__(self):
+            ran.append(pool.malloc(100_000).mem.size // 1000 * 1000)
+
+    def collect():
+        cycle = Finalizer()
+        cycle.me = cycle
+        del cycle
+        gc.collect()
+
+    inside_the_pool(pool, monkeypatch, collect)
+    assert ran == [100_000]
+
+
+def test_a_signal_handler_may_allocate_anywhere(monkeypatch):
+    pool = cupy_zc.MemoryPool(driver=HostDriver())
+    sizes = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: sizes.append(pool.malloc(1 << 20).mem.size))
     try:
-        pool.malloc(100)
-        assert not gc.isenabled()
+        inside_the_pool(pool, monkeypatch, lambda: signal.raise_signal(signal.SIGUSR1))
     finally:
-        gc.enable()
-    pool.malloc(5000)
-    assert gc.isenabled()
+        signal.signal(signal.SIGUSR1, before)
+    assert sizes == [1 << 20]
+    assert pool.used_bytes() == 0
+
+
+def test_inside_the_pool_other_calls_are_errors_and_no_dead_lock(monkeypatch):
+    pool = cupy_zc.MemoryPool(driver=HostDriver())
+
+    def call():
+        with pytest.raises(cupy_zc.Error, match="in the same thread"):
+            pool.used_bytes()
+
+    inside_the_pool(pool, monkeypatch, call)
+    assert pool.used_bytes() == 0
+
+
+def test_inside_the_pool_a_capture_cannot_be_given_memory(monkeypatch):
+    driver = HostDriver()
+    pool = cupy_zc.MemoryPool(driver=driver)
+    with driver.make_stream() as stream:
+        stream.begin_capture()
+
+        def call():
+            with pytest.raises(cupy_zc.Error, match="inside a stream capture"):
+                pool.malloc(1 << 20)
+
+        inside_the_pool(pool, monkeypatch, call)
+        stream.end_capture()
+
+
+def test_the_pool_leaves_the_collector_alone(monkeypatch):
+    """Ends: another thread seeing the collector off, and leaving it off for good."""
+    pool = cupy_zc.MemoryPool(driver=HostDriver())
+    assert inside_the_pool(pool, monkeypatch, gc.isenabled)
 
 
 def test_a_region_that_is_never_left_is_an_error(monkeypatch):
@@ -288,4 +329,3 @@ def test_a_region_that_is_never_left_is_an_error(monkeypatch):
     with region:
         run_threads(work, count=1)
     assert "busy in another thread" in errors[0]
-    assert gc.isenabled()

@@ -265,6 +265,13 @@ class Driver(Protocol):
         """Attach a token to a graph (under construction or finished) that tells when it is gone."""
         ...
 
+    def plain_memory(self, size: int) -> Any:
+        """A ``cupy.cuda.BaseMemory`` of the current device that belongs to no segment.
+
+        It cannot be shared, and is given back when it is dropped.
+        """
+        ...
+
     # Bytes, for those who may wait for them
     def read(self, address: int, size: int) -> bytes:
         """Copy device memory to the host, after all work of the current stream."""

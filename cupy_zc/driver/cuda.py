@@ -349,6 +349,11 @@ class CudaDriver:
         """
         return lease_graph(graph)
 
+    def plain_memory(self, size: int) -> cupy.cuda.Memory:
+        """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
+        with _runtime_call("cudaMalloc", f"size={size}"):
+            return cupy.cuda.Memory(size)
+
     # Bytes, for those who may wait for them
     def read(self, address: int, size: int) -> bytes:
         """Copy device memory to the host, after all work of the current stream."""

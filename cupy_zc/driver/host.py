@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,12 +30,15 @@ from .api import CaptureInfo, DeviceInfo
 from .host_event import HostEvent
 from .host_graph import HostLease, lease
 from .host_memory import HostMemory
+from .host_plain import HostPlainMemory
 from .host_stream import HostStream, HostStreams
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["HostDriver"]
+
+_log = logging.getLogger("cupy_zc")
 
 _MOST_DEVICES = 64
 _drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()
@@ -124,11 +129,12 @@ class HostDriver(HostMemory):
         return self._streams.use_device(device)
 
     def synchronize(self, device: int) -> None:
-        """Wait for all work of a device; errors of queued work surface here.
+        """Wait for all work of a device, without harm to any capture.
+
+        Errors of queued work are left to the ``synchronize()`` of its stream.
 
         Raises:
-            DriverError: a capture that is not relaxed forbids it (and is invalidated), or the work
-                did not finish within ``settings().timeout``.
+            DriverError: the work did not finish within ``settings().timeout``.
         """
         self._check_device("cuCtxSynchronize", device)
         self._streams.synchronize(device)
@@ -167,6 +173,10 @@ class HostDriver(HostMemory):
         """
         return lease(graph)
 
+    def plain_memory(self, size: int) -> HostPlainMemory:
+        """Memory of this process alone, which belongs to no segment; freed when it is dropped."""
+        return HostPlainMemory(size, self.current_device())
+
     # Bytes
 
     def read(self, address: int, size: int) -> bytes:
@@ -194,23 +204,34 @@ class HostDriver(HostMemory):
 
     def after_fork(self, *, child: bool) -> None:
         """Let go of them, in the parent and in the child."""
+        if child:
+            self._streams.forget_threads()
         self._streams.changed.release()
         super().after_fork(child=child)
 
 
+#: Held from before a fork until after it, so that one thread forks at a time, with all locks.
+_fork = threading.Lock()
 _forking: list[HostDriver] = []
 
 
 def _before_fork() -> None:
+    # A fork cannot be refused; without the locks its child may be unable to use the drivers.
+    if not _fork.acquire(timeout=settings().setup_timeout):
+        _log.error("another thread has been forking for very long; the child gets no host driver")
+        return
     _forking.extend(_drivers)
     for driver in _forking:
         driver.before_fork()
 
 
 def _after_fork(*, child: bool) -> None:
+    if not _fork.locked():
+        return
     for driver in _forking:
         driver.after_fork(child=child)
     _forking.clear()
+    _fork.release()
 
 
 os.register_at_fork(

@@ -111,12 +111,6 @@ class Capture:
         body = self.check("cuStreamGetCaptureInfo", stream)
         return CaptureInfo(self.id, weakref.ref(body), stream.ptr)
 
-    def forbids_waiting_for(self, device: int) -> bool:
-        """Whether the calling thread may not wait for a device beside it."""
-        own = self.mode == Mode.THREAD_LOCAL and self.thread == threading.get_ident()
-        forbids = own or self.mode == Mode.GLOBAL
-        return self.valid and forbids and self.origin.device_id == device
-
     def invalidate(self) -> None:
         """A rule was broken: nothing more is recorded, and only ``end_capture`` is left to do."""
         self.valid = False

@@ -155,20 +155,33 @@ class WorkQueue:
         """Wait until everything put in so far has run.
 
         Raises:
-            DriverError: the caller is itself work of the queue, or ``deadline`` on the monotonic
-                clock went by.
+            DriverError: as :meth:`wait`.
             Exception: the first one of work that was queued; the others are logged.
         """
-        if self._runner == threading.get_ident():
-            cause = "work of the stream cannot wait for the stream; it would wait for itself"
-            raise refused(call, Result.NOT_PERMITTED, self._name, cause)
-        self.mark().wait(call, self._name, deadline)
+        self.wait(call, deadline)
         with self._changed:
             errors, self._errors = self._errors, []
         for error in errors[1:]:
             _log.error("%s: more queued work failed", self._name, exc_info=error)
         if errors:
             raise errors[0]
+
+    def wait(self, call: str, deadline: float) -> None:
+        """Wait until everything put in so far has run; what failed is left to ``synchronize``.
+
+        Raises:
+            DriverError: the caller is itself work of the queue, or ``deadline`` on the monotonic
+                clock went by.
+        """
+        if self._runner == threading.get_ident():
+            cause = "work of the stream cannot wait for the stream; it would wait for itself"
+            raise refused(call, Result.NOT_PERMITTED, self._name, cause)
+        self.mark().wait(call, self._name, deadline)
+
+    def forget_runner(self) -> None:
+        """In a forked child: a thread that was running work, and its work, are not here."""
+        if self._runner != threading.get_ident():
+            self._runner = None
 
     def run_into(self, ready: deque[WorkQueue]) -> None:
         """Run the queue until it is empty or has to wait, unless another call is at it.

@@ -107,19 +107,18 @@ class HostStreams:
         raise InvalidTypeError(call, "stream", stream, "a stream of the host driver")
 
     def synchronize(self, device: int) -> None:
-        """Wait for all work of a device, but for what is being captured."""
-        call, detail = "cuCtxSynchronize", f"device={device}"
+        """Wait for all work of a device; what is being captured is none yet."""
         with self.changed:
             queues = tuple(self.queues[device])
-            captures = [each for each in self.captures if each.forbids_waiting_for(device)]
-            for capture in captures:
-                capture.invalidate()
-        if captures:
-            cause = "a capture is under way in a mode that forbids it; use the relaxed mode"
-            raise refused(call, Result.STREAM_CAPTURE_UNSUPPORTED, detail, cause)
         deadline = time.monotonic() + settings().timeout
         for queue in queues:
-            queue.synchronize(call, deadline)
+            queue.wait("cuCtxSynchronize", deadline)
+
+    def forget_threads(self) -> None:
+        """In a forked child: work that other threads of the parent were running is not run here."""
+        for queues in self.queues:
+            for queue in tuple(queues):
+                queue.forget_runner()
 
 
 class HostStream:

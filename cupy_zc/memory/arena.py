@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import time
 from contextlib import ExitStack
 
 from ..driver.api import Driver, round_up
+from ..errors import DriverError
 from .blocks import Segment
 
 __all__ = ["Arena"]
+
+_log = logging.getLogger("cupy_zc")
 
 #: Addresses cost nothing (4 TiB were reserved in no measurable time); room for four times the
 #: memory keeps first fit from running out of gaps.
@@ -79,10 +83,19 @@ class Arena:
         """Unmap and release a segment's memory; its offset stays placed.
 
         Raises:
-            DriverError: it could not be unmapped, and is still whole.
+            DriverError: the driver refused, and the segment is whole.
         """
         self.driver.unmap(segment.address, segment.size)
-        self.driver.release(segment.handle)
+        try:
+            self.driver.release(segment.handle)
+        except DriverError as error:
+            try:
+                self.driver.map(segment.address, segment.handle)
+                self.driver.set_access(segment.address, segment.size, self.device)
+            except DriverError as again:  # then it must not be used any more: it is gone
+                _log.error("%d bytes are lost: %s; then %s", segment.size, error, again)
+                return
+            raise
 
     def find(self, address: int) -> Segment | None:
         """The live segment that holds ``address``."""

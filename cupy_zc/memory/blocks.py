@@ -142,6 +142,7 @@ class Home:
     __slots__ = (
         "capture",
         "free_bytes",
+        "heir",
         "hot",
         "index",
         "key",
@@ -158,6 +159,8 @@ class Home:
         self.key = key
         #: The capture that owns this home, or None.
         self.capture = capture
+        #: Who has its segments now, if the graph of its capture is gone.
+        self.heir: Home | None = None
         #: The bins of single sizes, and the one of all others.
         self.hot: dict[int, Bin] = {}
         self.returned = Bin()
@@ -167,6 +170,10 @@ class Home:
         self.sizes: list[tuple[int, int]] = []
         #: Bytes parked and free, without the returned ones.
         self.free_bytes = 0
+
+    def latest(self) -> Home:
+        """The home that has its segments."""
+        return self if self.heir is None else self.heir.latest()
 
     # Returned blocks
 
@@ -184,8 +191,8 @@ class Home:
                 self.seen.add(size)
                 return self.returned
             if len(self.hot) >= HOT_SIZES:
-                self.hot = {s: kept for s, kept in self.hot.items() if kept.members}
-                self.pool.hot[self.key] = self.hot
+                for idle in [s for s, kept in self.hot.items() if not kept.members]:
+                    del self.hot[idle]
                 if len(self.hot) >= HOT_SIZES:
                     return self.returned
             found = self.hot[size] = Bin()

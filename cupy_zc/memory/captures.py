@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..driver.api import GraphLease
-from .blocks import USED, Home, Segment
+from .blocks import Home, Segment
 
 if TYPE_CHECKING:
     from .device import DevicePool
@@ -39,7 +39,7 @@ class Captures:
         self._pool = pool
         self._captures: dict[int, _Capture] = {}
         #: Homes of graphs that are gone, of which the user still holds arrays: blocks to come.
-        self._ghosts: list[tuple[Home, int]] = []
+        self._ghosts: list[Home] = []
 
     def home(self, stream: Any) -> Home | None:
         """The home of a capturing stream; None if it is not capturing after all."""
@@ -64,15 +64,12 @@ class Captures:
     def homes(self) -> list[Home]:
         """All homes that blocks of graphs may come back to, dead or alive."""
         live = [home for capture in self._captures.values() for home in capture.homes.values()]
-        return live + [home for home, _ in self._ghosts]
+        return live + self._ghosts
 
-    def came_back(self, home: Home, blocks: int) -> None:
-        """Blocks came back to a home; a ghost is forgotten after its last one."""
-        self._ghosts = [
-            (ghost, left - blocks if ghost is home else left)
-            for ghost, left in self._ghosts
-            if ghost is not home or left > blocks
-        ]
+    def forget_ghosts(self) -> None:
+        """Forget the ghosts that no block will come back to any more."""
+        if self._ghosts:
+            self._ghosts = [g for g in self._ghosts if any(bin_.members for bin_ in g.bins())]
 
     def leased(self, segments: list[Segment]) -> int:
         """Bytes of the segments that belong to graphs."""
@@ -108,13 +105,12 @@ class Captures:
 
     def _dissolve(self, home: Home, target: Home) -> None:
         home.merge_parked()
-        left = 0
+        home.heir = target
         for segment in self._pool.arena.segments.values():
             if segment.home is home:
                 segment.home = target
-                left += sum(block.state == USED for block in segment.blocks())
         for block in list(home.index.values()):
             home.remove(block)
             target.insert(block)
-        if left:
-            self._ghosts.append((home, left))
+        self._ghosts.append(home)
+        self.forget_ghosts()

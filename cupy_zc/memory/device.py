@@ -1,4 +1,4 @@
-"""The pool of one device: how a request is served, how memory grows and goes back to the driver.
+"""The pool of one device: how a request is served.
 
 A request that the fast path of :class:`~cupy_zc.memory.MemoryPool` cannot serve comes here:
 
@@ -8,19 +8,18 @@ A request that the fast path of :class:`~cupy_zc.memory.MemoryPool` cannot serve
 4. the same again after releasing all free segments, and after a garbage collection;
 5. :class:`~cupy_zc.errors.OutOfMemoryError`, with the sizes.
 
-Driver calls are made outside the region. What a call will change is claimed before (quota, offset)
-and given back if it fails, so that a failure leaves the pool as it was.
+:mod:`.supply` has what the steps 2 to 4 do with the driver.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ..driver.api import Driver
 from ..errors import DriverError, OutOfMemoryError
@@ -29,10 +28,12 @@ from .arena import Arena
 from .blocks import Bin, Block, Home, Run, Segment
 from .captures import Captures
 from .deferred import Deferred
-from .pooled import active_hooks
 from .region import Region
+from .supply import Supply, Take
 
 __all__ = ["DevicePool"]
+
+_T = TypeVar("_T")
 
 
 class DevicePool:
@@ -55,6 +56,7 @@ class DevicePool:
         #: Keys for streams that went before they could be asked; no driver gives such ones.
         self._gone = itertools.count(-(1 << 62))
         self.accounts = Accounts(self._returned)
+        self.supply = Supply(self)
 
     # Homes
 
@@ -68,35 +70,51 @@ class DevicePool:
 
     def eager_home(self, stream: Any) -> Home:
         """The home of a stream that is not capturing; None is a stream that is gone."""
-        key = next(self._gone) if stream is None else self.driver.stream_key(stream)
+        alive: Callable[[], Any] = _no_stream
+        if stream is None:
+            key = next(self._gone)
+        else:
+            key = self.driver.stream_key(stream)
+            # A per-thread default stream is gone when its thread is.
+            alive = weakref.ref(threading.current_thread() if key < 0 else stream)
         with self.region:
-            self._streams[key] = _no_stream if stream is None else weakref.ref(stream)
+            self._streams[key] = alive
             home = self.homes.get(key)
             if home is None:
                 home = self.homes[key] = Home(self, key)
                 self.hot[key] = home.hot
             return home
 
+    def homes_of_gone_streams(self) -> list[Home]:
+        """Homes whose stream is gone and that hold memory; others are forgotten. For the region."""
+        holding = {id(segment.home) for segment in self.arena.segments.values()}
+        found = []
+        for key in [key for key, stream in self._streams.items() if key and stream() is None]:
+            if id(self.homes[key]) in holding:
+                found.append(self.homes[key])
+            else:
+                del self.homes[key], self.hot[key], self._streams[key]
+        return found
+
     def drain(self) -> None:
         """Park everything that was given back. For the region."""
-        for home in (*self.homes.values(), *self.captures.homes()):
+        for home in self._all_homes():
             for bin_ in home.bins():
-                self._drain_bin(home, bin_)
+                self._drain_bin(bin_)
+        self.captures.forget_ghosts()
 
-    def _drain_bin(self, home: Home, bin_: Bin) -> None:
-        if not bin_:
-            return
-        count = 0
-        while True:
+    def _all_homes(self) -> tuple[Home, ...]:
+        return (*self.homes.values(), *self.captures.homes())
+
+    def _drain_bin(self, bin_: Bin) -> None:
+        while bin_:
             try:
                 block = bin_.pop()
             except IndexError:  # all, or the fast path of another thread took the last one
                 break
+            bin_.members -= 1
             self.accounts.came_back(block)
             block.segment.home.park(block)
-            count += 1
-        bin_.members -= count
-        self.captures.came_back(home, count)
 
     # Serving a request
 
@@ -107,9 +125,22 @@ class DevicePool:
             OutOfMemoryError: even after releasing free segments and collecting garbage.
             DriverError: the driver refused for another reason than memory; nothing has changed.
         """
-        block = home.reuse(size) or self._fit_quickly(home, size) or self._fit(home, size)
-        if block is not None:
-            return block
+        self.deferred.settle()
+        return home.reuse(size) or self._obtain(home, size, self._take)
+
+    def reserve(self, home: Home, size: int) -> int:
+        """Make sure ``size`` contiguous bytes are free for ``home``; returns bytes added.
+
+        Raises: as :meth:`allocate`.
+        """
+        before = self.accounts.total_bytes
+        self._obtain(home, size, self._has)
+        return max(0, self.accounts.total_bytes - before)
+
+    def _obtain(self, home: Home, size: int, take: Take[_T]) -> _T:
+        found = self._fit_quickly(home, size, take) or self._fit(home, size, take)
+        if found is not None:
+            return found
         if size > self.arena.size:
             raise self._out_of_memory(home, size, "the device has not so many addresses")
         if self.limit and size > self.limit:
@@ -117,30 +148,30 @@ class DevicePool:
         refusal = ""
         for relief in (self._settle, self._release_quietly, self._collect):
             reason = relief()
-            block = self._fit(home, size) or self._adopt(home, size)
-            if block is None:
+            found = self._fit(home, size, take) or self.supply.adopt(home, size, take)
+            if found is None:
                 try:
-                    block = self._grow(home, size)
+                    found = self.supply.grow(home, size, take)
                 except DriverError as error:
                     if not error.out_of_memory:
                         raise
                     reason = str(error)
-            if block is not None:
-                return block
+            if found is not None:
+                return found
             refusal = reason or refusal
         raise self._out_of_memory(home, size, refusal)
 
-    def _fit_quickly(self, home: Home, size: int) -> Block | None:
+    def _fit_quickly(self, home: Home, size: int, take: Take[_T]) -> _T | None:
         """Leave the bins of single sizes alone, or the sizes of a loop would chase each other."""
         with self.region:
-            for other in (*self.homes.values(), *self.captures.homes()):
-                self._drain_bin(other, other.returned)
-            return self._take(home, size)
+            for other in self._all_homes():
+                self._drain_bin(other.returned)
+            return take(home.latest(), size)
 
-    def _fit(self, home: Home, size: int) -> Block | None:
+    def _fit(self, home: Home, size: int, take: Take[_T]) -> _T | None:
         with self.region:
             self.drain()
-            return self._take(home, size)
+            return take(home.latest(), size)
 
     def _take(self, home: Home, size: int) -> Block | None:
         block = home.unpark(size)
@@ -150,6 +181,10 @@ class DevicePool:
         if block is not None:
             self._hand_out(block)
         return block
+
+    def _has(self, home: Home, size: int) -> bool | None:
+        home.merge_parked()
+        return home.largest() >= size or None
 
     def _hand_out(self, block: Block) -> None:
         block.bin = block.segment.home.bin_for(block.size)
@@ -165,7 +200,7 @@ class DevicePool:
     def _release_quietly(self) -> str:
         """Release free segments; what the driver said if it could not."""
         try:
-            self.release_free()
+            self.supply.release_free()
         except DriverError as error:
             return str(error)
         return ""
@@ -185,177 +220,21 @@ class DevicePool:
             size, total, self.limit, largest_hole=hole, free=free, reason=reason
         )
 
-    # Growth
-
-    def _wanted(self, home: Home) -> int:
-        """What to ask of the driver at a time. Graphs grow by doubling: many live at once."""
-        if home.capture is None:
-            return self.segment_size
-        held = sum(s.size for s in self.arena.segments.values() if s.home is home)
-        return min(self.segment_size, max(held, self.arena.granule))
-
-    def _grow(self, home: Home, size: int, *, least: bool = False) -> Block | None:
-        """Serve ``size`` from a new segment; None where limit or addresses do not allow one."""
-        with self.region:
-            room = self.limit - self.accounts.total_bytes if self.limit else None
-            wanted = 0 if least else self._wanted(home)
-            bytes_ = self.arena.segment_size(size, wanted, room)
-            if room is not None and bytes_ > room:
-                return None
-            offset = self.arena.place(bytes_)
-            if offset is None:
-                return None
-            self.accounts.total_bytes += bytes_
-        try:
-            segment = self._populate(offset, bytes_)
-        except BaseException as error:
-            with self.region:
-                self.arena.vacate(offset)
-                self.accounts.total_bytes -= bytes_
-            smaller = isinstance(error, DriverError) and error.out_of_memory and wanted
-            if smaller and self.arena.segment_size(size, 0, room) < bytes_:
-                return self._grow(home, size, least=True)
-            raise
-        with self.region:
-            segment.home = home
-            segment.first = Block(segment, offset, bytes_)
-            self.arena.segments[offset] = segment
-            self.accounts.grew()
-            home.insert(segment.first)
-            return self._take(home, size)
-
-    def _populate(self, offset: int, size: int) -> Segment:
-        """A new segment, with CuPy's memory hooks around the driver's work."""
-        hooks = active_hooks()
-        for hook in hooks:
-            hook.alloc_preprocess(device_id=self.device, mem_size=size)
-        with ExitStack() as undo:
-            address = 0
-            try:
-                segment = self.arena.populate(offset, size)
-                undo.callback(self.arena.evict, segment)
-                address = segment.address
-            finally:
-                for hook in hooks:
-                    hook.alloc_postprocess(device_id=self.device, mem_size=size, mem_ptr=address)
-            undo.pop_all()
-        return segment
-
-    def reserve(self, home: Home, size: int) -> int:
-        """Make sure ``size`` contiguous bytes are free for ``home``; returns bytes added."""
-        with self.region:
-            self.drain()
-            home.merge_parked()
-            if home.largest() >= size:
-                return 0
-            before = self.accounts.total_bytes
-        block = self.allocate(home, size)
-        block.bin.append(block)
-        return max(0, self.accounts.total_bytes - before)
-
-    def _adopt(self, home: Home, size: int) -> Block | None:
-        """Serve ``size`` from a free segment of a stream that is gone.
-
-        Work of that stream may still run, and no event can be recorded on it any more, so the
-        device is synchronised first.
-        """
-        if home.capture is not None:
-            return None
-        with self.region:
-            segment = self._orphan(size)
-            if segment is None:
-                return None
-            segment.home.remove(segment.first)
-        try:
-            self.driver.synchronize(self.device)
-        except BaseException as error:
-            with self.region:
-                segment.home.insert(segment.first)
-            if isinstance(error, DriverError) and "CAPTURE" in error.result:
-                return None  # a capture on another thread forbids waiting; grow instead
-            raise
-        with self.region:
-            segment.home = home
-            home.insert(segment.first)
-            return self._take(home, size)
-
-    def _orphan(self, size: int) -> Segment | None:
-        """A free segment of a stream that is gone. For the region."""
-        alive = {id(segment.home) for segment in self.arena.segments.values()}
-        for key in [key for key, stream in self._streams.items() if key and stream() is None]:
-            home = self.homes[key]
-            home.merge_parked()
-            for segment in home.whole_segments():
-                if segment.size >= size:
-                    return segment
-            if id(home) not in alive:
-                del self.homes[key], self.hot[key], self._streams[key]
-        return None
-
-    # Giving memory back to the driver
-
-    def pin(self, segments: Iterable[Segment] | None = None) -> list[Segment]:
-        """Keep segments from going back to the driver; None: all. Those gone or going are left out.
-
-        Returns:
-            What is pinned now, once more than before; each of them needs an :meth:`unpin`.
-        """
-        with self.region:
-            wanted = list(self.arena.segments.values() if segments is None else segments)
-            staying = [s for s in wanted if self.arena.segments.get(s.offset) is s and s.staying]
-            for segment in staying:
-                segment.pins += 1
-            return staying
-
-    def unpin(self, segments: Iterable[Segment]) -> None:
-        """Take a pin of each segment back."""
-        with self.region:
-            for segment in segments:
-                segment.pins -= 1
-
-    def release_free(self, key: int | None = None) -> int:
-        """Release all free, unregistered segments, or those of one stream key; returns bytes.
-
-        Raises:
-            DriverError: the driver refused; what it refused is in the pool as before.
-        """
-        with self.region:
-            self.drain()
-            homes = [h for h in self.homes.values() if key is None or h.key == key]
-            leaving: list[Segment] = []
-            for home in homes:
-                home.merge_parked()
-                for segment in home.whole_segments():
-                    home.remove(segment.first)
-                    leaving.append(segment)
-        released = 0
-        try:
-            if leaving:  # unmapping does not wait for work that uses the memory
-                self.driver.synchronize(self.device)
-            while leaving:
-                segment = leaving[-1]
-                self.arena.evict(segment)
-                leaving.pop()
-                released += segment.size
-                with self.region:
-                    self.arena.vacate(segment.offset)
-                    self.accounts.total_bytes -= segment.size
-        finally:
-            with self.region:
-                for segment in leaving:
-                    segment.home.insert(segment.first)
-        return released
-
     def close(self) -> bool:
         """Release everything that is free, and the range when nothing is left; whether it is."""
         self._settle()
-        self.release_free()
+        self.supply.release_free()
         if self.accounts.total_bytes:
             return False
         self.arena.close()
         return True
 
     # Figures; none of these changes what a later request is given
+
+    def free_bytes(self) -> int:
+        """Bytes held and not in the user's hands."""
+        with self.region:
+            return self.accounts.total_bytes - self.accounts.exactly_used()
 
     def used_bytes(self) -> int:
         """Bytes of blocks in the user's hands."""
@@ -364,8 +243,9 @@ class DevicePool:
 
     def _returned(self) -> list[Block]:
         """Blocks that came back and were not looked at yet. For the region."""
-        homes = (*self.homes.values(), *self.captures.homes())
-        return [block for home in homes for bin_ in home.bins() for block in bin_.copy()]
+        return [
+            block for home in self._all_homes() for bin_ in home.bins() for block in bin_.copy()
+        ]
 
     def handed_out(self) -> tuple[int, int]:
         """How many blocks were ever handed out, and their bytes in all."""

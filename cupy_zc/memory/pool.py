@@ -19,7 +19,7 @@ from cupy.cuda import MemoryPointer, memory_hook
 
 from ..config import settings
 from ..driver import Driver, select
-from ..errors import DriverError, InvalidTypeError, InvalidValueError
+from ..errors import DriverError, Error, InvalidTypeError, InvalidValueError
 from .blocks import Bin, Block
 from .device import DevicePool
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
@@ -34,8 +34,11 @@ _log = logging.getLogger("cupy_zc")
 
 _has_hooks = memory_hook._has_memory_hooks
 
+_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+
 #: Device pools whose MemoryPool is gone while arrays of it may live; see :func:`reap`.
 _orphans: list[DevicePool] = []
+_complained: weakref.WeakSet[DevicePool] = weakref.WeakSet()
 _pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
 
 
@@ -77,7 +80,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         self._current_device = self._driver.current_device
         self._is_capturing = self._driver.is_capturing
         self._single = self._driver.device_count() == 1
-        self._first_limit = parse_limit(os.environ.get("CUPY_GPU_MEMORY_LIMIT"))
+        self._first_limit = parse_limit(os.environ.get(_LIMIT))
+        self._limit(_LIMIT, 0, *self._first_limit)  # raises now, not at the first request
         self._start()
         _pools.add(self)
         reap()
@@ -102,8 +106,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             device = self._current_device()
         pool = self._devices.get(device)
         if pool is None:
-            made = DevicePool(self._driver, device, self._segment_size, 0)
-            made.limit = self._limit(device, *self._first_limit)
+            limit = self._limit(_LIMIT, device, *self._first_limit)
+            made = DevicePool(self._driver, device, self._segment_size, limit)
             with self._making:
                 pool = self._devices.setdefault(device, made)
                 self._hot[device] = pool.hot
@@ -133,7 +137,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
                 _has_hooks() and active_hooks()
             ):
                 return hand_over(bin_.pop(), device)
-        except (AttributeError, KeyError, IndexError, TypeError):
+        except (AttributeError, KeyError, IndexError, TypeError, OverflowError):
             pass  # a stream, a device or a size that is new, or no block at hand: no error yet
         return self._malloc(size)
 
@@ -164,10 +168,22 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
     def _serve(self, size: int) -> Any:
         if size == 0:
             return MemoryPointer(NoMemory(self._current_device(), self._driver.name), 0)
+        pool = self.device_pool()
+        if pool.region.mine:
+            return self._serve_inside(size)
         if _orphans:
             reap()
-        pool = self.device_pool()
         return hand_over(pool.allocate(pool.home(self._current_stream()), size), pool.device)
+
+    def _serve_inside(self, size: int) -> Any:
+        """Serve user code that runs inside the pool: a finalizer, or a signal handler."""
+        stream = self._current_stream()
+        if stream.ptr and self._is_capturing(stream.ptr):
+            raise Error(
+                "a finalizer or a signal handler asked for memory inside a stream capture, while "
+                "the pool was at work in the same thread; nothing could keep it for the graph"
+            )
+        return MemoryPointer(self._driver.plain_memory(size), 0)
 
     def reserve(self, nbytes: int) -> int:
         """Make sure one request of ``nbytes`` on the current stream needs no driver call.
@@ -230,7 +246,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             return
         pool.deferred.settle()
         pool.captures.poll()
-        pool.release_free(None if stream is None else self._driver.stream_key(stream))
+        pool.supply.release_free(None if stream is None else self._driver.stream_key(stream))
 
     def free_all_free(self) -> None:
         """(Deprecated) Use :meth:`free_all_blocks`."""
@@ -253,10 +269,10 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         Raises:
             InvalidValueError: both given, or out of range.
         """
-        self.device_pool().limit = self._limit(self._current_device(), size, fraction)
+        limit = self._limit("MemoryPool.set_limit", self._current_device(), size, fraction)
+        self.device_pool().limit = limit
 
-    def _limit(self, device: int, size: Any, fraction: Any) -> int:
-        call = "MemoryPool.set_limit"
+    def _limit(self, call: str, device: int, size: Any, fraction: Any) -> int:
         if size is not None:
             if fraction is not None:
                 raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
@@ -285,8 +301,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     def free_bytes(self) -> int:
         """Bytes held but not in use on the current device."""
-        pool = self.device_pool()
-        return pool.accounts.total_bytes - pool.used_bytes()
+        return self.device_pool().free_bytes()
 
     def n_free_blocks(self) -> int:
         """How many runs of free bytes there are on the current device."""
@@ -298,11 +313,16 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     def statistics(self) -> PoolStatistics:
         """Current, peak and total bytes and counts of the current device."""
-        return statistics(self.device_pool())
+        pool = self.device_pool()
+        pool.captures.poll()
+        return statistics(pool)
 
     def snapshot(self) -> dict[str, Any]:
         """What the pool looks like, on every device it has been used on: a JSON-able dict."""
-        return take_snapshot(self._driver, [pool for _, pool in sorted(self._devices.items())])
+        pools = [pool for _, pool in sorted(self._devices.items())]
+        for pool in pools:
+            pool.captures.poll()
+        return take_snapshot(self._driver, pools)
 
 
 def _whole(call: str, name: str, value: Any) -> int:
@@ -326,7 +346,7 @@ def parse_limit(text: str | None) -> tuple[int | None, float | None]:
         return int(text), None
     except ValueError:
         raise InvalidValueError(
-            "MemoryPool", "CUPY_GPU_MEMORY_LIMIT", text, "a number of bytes, or a percentage"
+            "MemoryPool", _LIMIT, text, "a number of bytes, or a percentage"
         ) from None
 
 
@@ -353,9 +373,10 @@ def reap() -> None:
         try:
             gone = pool.close()
         except DriverError as error:
-            # Whoever dropped the pool is not the one who is calling now.
-            _log.error("memory of a pool that was dropped could not be released: %s", error)
-            continue
+            gone = False
+            if pool not in _complained:  # not to the caller, who did not drop the pool
+                _complained.add(pool)
+                _log.error("memory of a dropped pool cannot be released, for now: %s", error)
         if not gone:
             _orphans.append(pool)
 

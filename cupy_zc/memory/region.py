@@ -1,14 +1,14 @@
-"""The critical region of a device pool: a lock that a finalizer cannot dead-lock on.
+"""The critical region of a device pool: a lock that its own thread cannot dead-lock on.
 
-Inside the region only Python lists and dicts change; no driver call, no hook, no user code. But the
-garbage collector may run anywhere, and with it a user's ``__del__`` that allocates an array, on the
-very thread that holds the lock. So collection waits until the region is left. (Giving an array
-*back* is no problem: that is one ``list.append``.)
+Inside the region only Python lists and dicts change: no driver call, no hook. But the garbage
+collector and signal handlers may run anywhere, and with them user code, on the very thread that is
+inside. Giving an array *back* there is no problem: that is one ``list.append``. Memory hooks that
+such a free would call wait until the region is left (:meth:`Region.afterwards`), and a request for
+memory is served without the pool (:attr:`Region.mine`). What is left is an error.
 """
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 
@@ -18,32 +18,6 @@ __all__ = ["Region"]
 
 #: Seconds to wait for a region that is never held for longer than some microseconds.
 DEADLINE = 60.0
-
-
-class _Collector:
-    """Keeps automatic collection off while any region is entered; on again after the last one."""
-
-    def __init__(self) -> None:
-        self._regions: list[None] = []
-        self._resume = False
-
-    def hold(self) -> None:
-        self._regions.append(None)
-        if gc.isenabled():
-            self._resume = True
-            gc.disable()
-
-    def let_go(self) -> None:
-        self._regions.pop()
-        if self._resume and not self._regions:
-            self._resume = False
-            gc.enable()
-            if self._regions and gc.isenabled():  # another thread entered since the look
-                self._resume = True
-                gc.disable()
-
-
-_collector = _Collector()
 
 
 class Region:
@@ -66,20 +40,14 @@ class Region:
         self._late.append(call)
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._holder == me:  # a signal handler: collection is off
+        if self.mine:
             raise Error(
-                "a signal handler asked the memory pool for memory while the pool was at work in "
-                "the same thread; allocate outside of signal handlers"
+                "a finalizer or a signal handler called the memory pool while the pool was at work "
+                "in the same thread; there it can only allocate and free arrays"
             )
-        _collector.hold()
-        try:
-            if not self._lock.acquire(False) and not self._lock.acquire(timeout=DEADLINE):
-                raise Error(f"the memory pool was busy in another thread for {DEADLINE:.0f} s")
-        except BaseException:  # KeyboardInterrupt while waiting, too
-            _collector.let_go()
-            raise
-        self._holder = me
+        if not self._lock.acquire(False) and not self._lock.acquire(timeout=DEADLINE):
+            raise Error(f"the memory pool was busy in another thread for {DEADLINE:.0f} s")
+        self._holder = threading.get_ident()
 
     def __exit__(self, *exception: object) -> None:
         late = self._late
@@ -87,6 +55,5 @@ class Region:
             self._late = []
         self._holder = 0
         self._lock.release()
-        _collector.let_go()
         for call in late:
             call()

@@ -120,8 +120,9 @@ def take_snapshot(driver: Driver, pools: list[DevicePool]) -> dict[str, Any]:
     """Segments and blocks of all devices as plain dicts, lists, numbers and strings.
 
     Ages are in seconds: of a segment since the driver made it, of a block since it was taken from
-    free memory, which the array in it cannot be older than. ``stream`` is the driver's stream key,
-    0 for the default stream; ``capture`` is the id of the capture that owns a segment, or None.
+    free memory, which the array in it cannot be older than. A segment belongs to a ``stream`` (the
+    driver's key, 0 for the default stream) or, while its graph lives, to a ``capture`` (its id);
+    the other is None.
     """
     return {
         "version": 1,
@@ -140,7 +141,7 @@ def _device(pool: DevicePool) -> dict[str, Any]:
             entry = segments[segment.offset] = {
                 **asdict(segment_info(segment)),
                 "handle_types": list(segment.handle.handle_types),
-                "stream": segment.home.key,
+                "stream": segment.home.key if segment.home.capture is None else None,
                 "capture": segment.home.capture,
                 "age": now - segment.created,
                 "blocks": [],

@@ -168,7 +168,7 @@ class Registry:
         def choose() -> tuple[list[Segment], None]:
             for segment in touched:
                 if not self._refusal_of(segment):
-                    pinned.extend(segment.home.pool.pin([segment]))
+                    pinned.extend(segment.home.pool.supply.pin([segment]))
             return pinned, None
 
         try:
@@ -180,7 +180,7 @@ class Registry:
             )  # fmt: skip
         finally:
             for segment in pinned:
-                segment.home.pool.unpin([segment])
+                segment.home.pool.supply.unpin([segment])
 
     # What the symmetric heap and explain ask for
 
@@ -293,7 +293,7 @@ class Registry:
             entry = self._published.get(segment)
             if entry is not None:
                 entry.holders.discard(registration)
-            segment.home.pool.unpin([segment])
+            segment.home.pool.supply.unpin([segment])
 
     def _refusal_of(self, segment: Segment) -> str:
         pool = segment.home.pool
@@ -315,7 +315,7 @@ class Registry:
             if target.driver is not self.driver:
                 allowed = "a pool made with the driver of the communicator"
                 raise InvalidValueError(call, "target", target, allowed)
-            return target.device_pool(self.device).pin()
+            return target.device_pool(self.device).supply.pin()
         if not isinstance(target, cupy.ndarray):
             allowed = "a cupy.ndarray or a cupy_zc.MemoryPool"
             raise InvalidTypeError(call, "target", target, allowed)
@@ -326,7 +326,7 @@ class Registry:
             allowed = f"an array that can be registered, but {reason}"
             raise InvalidValueError(call, "target", target, allowed)
         segment = target.data.mem.segment
-        return list(segment.home.pool.pin([segment]))
+        return list(segment.home.pool.supply.pin([segment]))
 
     def _name(self, target: Any, segments: Sequence[Segment]) -> tuple[int, int] | None:
         if isinstance(target, MemoryPool) or not segments:

@@ -212,7 +212,7 @@ class SymmetricHeap:
             def choose() -> tuple[list[Segment], None]:
                 block = self._pool.allocate(self._home, wanted)
                 memory: PooledMemory = hand_over(block, self._pool.device).mem
-                undo.callback(self._pool.release_free)
+                undo.callback(self._pool.supply.release_free)
                 undo.callback(memory.free)
                 made.append(memory)
                 return [memory.segment], None
