@@ -16,6 +16,7 @@ except ImportError as error:
 
 from . import config
 from .arrays import asnumpy, copyto, view
+from .collectives import Communicator, init_process_group
 from .errors import (
     AgreementError,
     ClosedError,
@@ -35,6 +36,7 @@ from .streams import Stream
 __all__ = [
     "AgreementError",
     "ClosedError",
+    "Communicator",
     "DriverError",
     "Error",
     "InvalidTypeError",
@@ -49,6 +51,7 @@ __all__ = [
     "asnumpy",
     "config",
     "copyto",
+    "init_process_group",
     "install",
     "uninstall",
     "view",

@@ -16,6 +16,7 @@ from cupy_zc.errors import (
     ClosedError,
     InvalidTypeError,
     InvalidValueError,
+    PeerTimeoutError,
 )
 from cupy_zc.group import (
     Bootstrap,
@@ -229,3 +230,139 @@ def test_two_groups_work_at_once() -> None:
 
     outcomes = workers.all_fine(workers.in_threads(4, body))
     assert outcomes == [[b"0.49"] * 2] * 2 + [[b"1.49"] * 2] * 2
+
+
+# Mail
+
+
+def test_mail_arrives_in_order_for_each_sender_and_tag_with_its_descriptors() -> None:
+    def body(channel: Channel) -> list[tuple[bytes, bytes]]:
+        others = [rank for rank in channel.ranks if rank != channel.rank]
+        with workers.files([f"of {channel.rank}".encode()]) as fds:
+            for turn in range(3):
+                for peer in others:
+                    channel.send(peer, f"{channel.rank}.{turn}".encode(), fds, tag="a")
+                    channel.send(peer, f"{turn}".encode(), tag="b")
+        seen = []
+        for tag in ("b", "a"):  # not the order in which they were sent
+            for turn in range(3):
+                for peer in others:
+                    message = channel.recv(peer, tag=tag, timeout=10)
+                    with closing([message]):
+                        content = b"".join(os.pread(fd, 99, 0) for fd in message.fds)
+                    seen.append((message.payload, content))
+                    wanted = f"{peer}.{turn}" if tag == "a" else f"{turn}"
+                    assert message.payload == wanted.encode()
+                    assert content == (f"of {peer}".encode() if tag == "a" else b"")
+        return seen
+
+    with workers.channels(3) as opened:
+        assert all(len(seen) == 12 for seen in workers.all_fine(workers.on_all(opened, body)))
+
+
+def test_mail_and_collective_calls_do_not_disturb_each_other() -> None:
+    def body(channel: Channel) -> None:
+        peer = 1 - channel.rank
+        if channel.rank == 0:
+            channel.send(peer, b"before")
+            channel.exchange(b"x", tag="one")
+            channel.broadcast(0, b"news", tag="two")
+            channel.send(peer, b"after", tag="late")
+            assert channel.recv(peer, timeout=10).payload == b"answer"
+        else:
+            channel.exchange(b"x", tag="one")  # the mail before it is kept
+            assert channel.recv(peer, tag="late", timeout=10).payload == b"after"
+            assert channel.broadcast(0, tag="two").payload == b"news"  # passed over, and kept
+            assert channel.recv(peer, timeout=10).payload == b"before"
+            channel.send(peer, b"answer")
+        channel.exchange(b"end")
+
+    with workers.channels(2) as opened:
+        workers.all_fine(workers.on_all(opened, body))
+
+
+def test_ranks_that_fill_the_sockets_of_each_other_do_not_wait_for_ever() -> None:
+    size, count = 1 << 18, 8  # far more than a socket holds
+
+    def body(channel: Channel) -> None:
+        after, before = (channel.rank + 1) % 3, (channel.rank - 1) % 3
+        for _ in range(count):
+            channel.send(after, bytes([channel.rank]) * size, timeout=20)
+        for _ in range(count):
+            assert channel.recv(before, timeout=20).payload == bytes([before]) * size
+
+    with workers.channels(3) as opened:
+        workers.all_fine(workers.on_all(opened, body))
+
+
+def test_mail_that_nobody_reads_leaves_no_descriptor_behind() -> None:
+    with workers.flat_descriptors(), workers.channels(2) as opened:
+        with workers.files([b"x"]) as fds:
+            opened[0].send(1, b"never read", fds * 5)
+
+        def body(channel: Channel) -> list[bytes]:
+            return channel.all_gather(b"y")
+
+        assert workers.all_fine(workers.on_all(opened, body)) == [[b"y"] * 2] * 2
+
+
+def test_who_waits_for_mail_of_a_rank_that_closed_or_gave_up_learns_it_at_once() -> None:
+    def body(channel: Channel) -> None:
+        if channel.rank == 0:
+            channel.send(1, b"last")
+            channel.close()
+            return
+        if channel.rank == 2:
+            with pytest.raises(PeerTimeoutError):
+                channel.recv(1, timeout=0.2)  # which closes it, and says why
+            return
+        assert channel.recv(0, timeout=10).payload == b"last"
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="rank 2 has gone") as caught:
+            channel.recv(2, timeout=10)
+        assert caught.value.ranks == (2,)
+        assert "PeerTimeoutError" in str(caught.value)
+        assert time.monotonic() - began < 5
+
+    with workers.channels(3) as opened:
+        workers.all_fine(workers.on_all(opened, body))
+
+
+def test_a_sender_learns_that_the_receiver_has_gone_or_does_not_read() -> None:
+    with workers.channels(3) as opened:
+        opened[2].close()
+        with pytest.raises(PeerTimeoutError, match="rank 2 has gone"):
+            opened[1].send(2, b"x" * (1 << 20), timeout=5)
+        with pytest.raises(ClosedError):
+            opened[1].send(2, b"x")
+        assert set(opened[0].gone()) == {1, 2}
+    with workers.channels(2) as opened:
+        with pytest.raises(PeerTimeoutError, match="for rank 1") as caught:
+            opened[0].send(1, b"x" * (8 << 20), timeout=0.3)
+        assert caught.value.ranks == (1,)
+        with pytest.raises(PeerTimeoutError, match="rank 0 has gone"):
+            opened[1].recv(0, timeout=5)
+
+
+def test_the_ranks_that_have_gone_are_known_without_reading() -> None:
+    with workers.channels(3) as opened:
+        assert opened[0].gone() == ()
+        opened[1].send(0, b"still to be read")
+        opened[1].close()
+        assert opened[0].gone() == (1,)
+        assert opened[0].recv(1, timeout=5).payload == b"still to be read"
+        assert opened[1].gone() == ()
+
+
+def test_mail_to_nobody_is_refused() -> None:
+    with workers.channels(2) as opened:
+        for rank in (0, 2, -1):
+            with pytest.raises(InvalidValueError, match=rf"rank={rank} .* one of \(1,\)"):
+                opened[0].send(rank, b"")
+            with pytest.raises(InvalidValueError, match=rf"rank={rank} .* one of \(1,\)"):
+                opened[0].recv(rank)
+        with pytest.raises(InvalidTypeError, match="payload"):
+            opened[0].send(1, "text")  # type: ignore[arg-type]
+        opened[0].close()
+        with pytest.raises(ClosedError):
+            opened[0].recv(1)

@@ -206,6 +206,16 @@ def test_no_gpu_is_not_an_error_and_is_said_once():
     assert "cupy_zc WARNING" in result.stderr
 
 
+@pytest.mark.parametrize("launcher", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_of_the_ranks_on_a_machine_one_says_that_there_is_no_gpu(launcher):
+    code = "import cupy_zc; print(cupy_zc.MemoryPool().driver.name)"
+    said = [
+        run(code, CUDA_VISIBLE_DEVICES="", CUPY_ZC_DRIVER="auto", **{launcher: str(rank)}).stderr
+        for rank in range(2)
+    ]
+    assert [text.count("host driver") for text in said] == [1, 0]
+
+
 def test_asking_for_cuda_without_a_gpu_is_an_error_that_says_why():
     result = run(
         """

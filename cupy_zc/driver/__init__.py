@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 from ..config import settings
 from ..errors import DriverError, InvalidTypeError, InvalidValueError
@@ -33,8 +34,15 @@ def _auto() -> Driver:
     try:
         return _cuda()
     except DriverError as error:
-        _log.warning("no usable GPU, so the host driver is used: %s", error)
+        level = logging.WARNING if _speaks_for_the_machine() else logging.DEBUG
+        _log.log(level, "no usable GPU, so the host driver is used: %s", error)
         return _host()
+
+
+def _speaks_for_the_machine() -> bool:
+    """Whether this is the first of the processes that an MPI launcher started on the machine."""
+    launchers = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")  # MPICH; Open MPI
+    return all(os.environ.get(name, "0") == "0" for name in launchers)
 
 
 def select(driver: str | Driver | None = None) -> Driver:

@@ -1,0 +1,201 @@
+"""The calls of a communicator, as ``cupyx.distributed.NCCLBackend`` has them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..errors import InvalidValueError
+from .call import Call
+from .checks import Checker
+from .point_to_point import Parcel
+
+__all__ = ["Calls"]
+
+
+class Calls(ABC):
+    """Collectives and point-to-point calls: checks, then one call of the engine.
+
+    All of them enqueue on a stream and do not wait for it: ``stream``, or the current one. Arrays
+    are ``cupy.ndarray`` in one piece, in C or Fortran order, both of a call in the same one.
+    Elements are passed on as they lie in memory. dtypes: those of CuPy (bool, integers, floats,
+    float16, complex64, complex128) and bfloat16, equal in both arrays.
+
+    The input of ``all_reduce``, ``reduce``, ``broadcast`` (root), ``reduce_scatter``,
+    ``all_gather``, ``scatter`` (root), ``all_to_all`` and ``send_recv``, and the output of
+    ``all_reduce``, ``reduce`` (root) and ``gather`` (root), are touched by other ranks; where such
+    an array is not registered it is copied through scratch.
+
+    In place means that input and output are one array or, where one of them has a row for each
+    rank, that the other one is this rank's (``scatter``, ``gather``: the root's) row of it. It is
+    allowed everywhere. Arrays that overlap in another way work too, at the price of a copy.
+
+    Raises (every call; before anything is enqueued):
+        InvalidTypeError: no ``cupy.ndarray``, an unknown dtype, unequal dtypes, no integer.
+        InvalidValueError: sizes, order, device, root or peer, op; with both sides.
+        NotZeroCopyError: the communicator is strict, and this rank would copy.
+        ClosedError: the communicator is closed, or a former call failed.
+
+    Raises (every call, when it runs; from ``synchronize()`` where it was queued):
+        MismatchError: ranks call different things; on all of them, nothing written.
+        PeerTimeoutError: a rank has gone or did not come in time. The communicator is over then.
+    """
+
+    _checker: Checker
+
+    @abstractmethod
+    def _collective(self, call: Call, stream: Any) -> None:
+        """Enqueue a collective."""
+
+    @abstractmethod
+    def _mail(
+        self, call: str, peer: int, given: Parcel | None, taken: Parcel | None, stream: Any
+    ) -> None:
+        """Enqueue a point-to-point call."""
+
+    def all_reduce(
+        self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None
+    ) -> None:
+        """Reduce the arrays of all ranks element by element; every rank gets the result.
+
+        Args:
+            in_array: What this rank adds.
+            out_array: Gets the result; at least as many elements as ``in_array``.
+            op: "sum", "prod", "min", "max" or "avg". Complex arrays have no min and max; bool has
+                no avg. Sums of 16-bit floats accumulate in float32; the avg of integers is
+                truncated towards zero.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.all_reduce(in_array, out_array, op), stream)
+
+    def reduce(
+        self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
+    ) -> None:
+        """As :meth:`all_reduce`, but only ``root`` gets the result.
+
+        Args:
+            in_array: What this rank adds.
+            out_array: On the root as in :meth:`all_reduce`; not looked at elsewhere.
+            root: The rank that gets the result.
+            op: As in :meth:`all_reduce`.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.reduce(in_array, out_array, root, op), stream)
+
+    def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Copy the array of ``root`` to that of all other ranks.
+
+        Args:
+            in_out_array: Given on the root, overwritten elsewhere; as many elements on all ranks.
+            root: The rank that gives.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.broadcast(in_out_array, root), stream)
+
+    def reduce_scatter(
+        self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
+    ) -> None:
+        """Reduce as :meth:`all_reduce`, and give each rank one part of the result.
+
+        Args:
+            in_array: At least ``size * count`` elements; elements ``rank * count`` and following
+                are the rank's part.
+            out_array: Gets this rank's part; at least ``count`` elements.
+            count: Elements of a part.
+            op: As in :meth:`all_reduce`.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.reduce_scatter(in_array, out_array, count, op), stream)
+
+    def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
+        """Give every rank the arrays of all ranks, one after the other.
+
+        Args:
+            in_array: At least ``count`` elements.
+            out_array: At least ``size * count`` elements.
+            count: Elements that each rank gives.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.all_gather(in_array, out_array, count), stream)
+
+    def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Give ``root`` the arrays of all ranks, one after the other.
+
+        Args:
+            in_array: As many elements on all ranks.
+            out_array: On the root ``size`` times as many, in C order, usually of shape
+                ``(size, ...)``; not looked at elsewhere.
+            root: The rank that gets them.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.gather(in_array, out_array, root), stream)
+
+    def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Give each rank its row of the array of ``root``.
+
+        Args:
+            in_array: On the root, ``size`` times the elements of ``out_array``, in C order, usually
+                of shape ``(size, ...)``; not looked at elsewhere.
+            out_array: Gets this rank's row; as many elements on all ranks.
+            root: The rank that gives.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.scatter(in_array, out_array, root), stream)
+
+    def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
+        """Give each rank its row of the arrays of all ranks.
+
+        Args:
+            in_array: In C order, usually of shape ``(size, ...)``; row ``r`` goes to rank ``r``.
+            out_array: As many elements, in C order; row ``r`` comes from rank ``r``.
+            stream: None for the current one.
+        """
+        self._collective(self._checker.all_to_all(in_array, out_array), stream)
+
+    def send(self, array: Any, peer: int, stream: Any = None) -> None:
+        """Send an array to one rank. It does not wait for the receiver, so it copies the array.
+
+        Args:
+            array: What to send.
+            peer: The rank that receives it.
+            stream: None for the current one.
+        """
+        peer = self._checker.rank_of("send", "peer", peer)
+        self._mail("send", peer, self._parcel("send", "array", array), None, stream)
+
+    def recv(self, out_array: Any, peer: int, stream: Any = None) -> None:
+        """Receive the next array that one rank sends to this one.
+
+        Args:
+            out_array: Gets it; of the dtype, the order and the number of elements that were sent,
+                or it is a MismatchError here.
+            peer: The rank that sends.
+            stream: None for the current one.
+        """
+        peer = self._checker.rank_of("recv", "peer", peer)
+        self._mail("recv", peer, None, self._parcel("recv", "out_array", out_array), stream)
+
+    def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
+        """Send one array to a rank and receive another one from it.
+
+        Args:
+            in_array: What to send; not copied where it is registered.
+            out_array: Gets what the peer sends; may have another size and dtype.
+            peer: The other rank, which calls ``send_recv`` too, or ``send`` and ``recv``.
+            stream: None for the current one.
+        """
+        call = "send_recv"
+        peer = self._checker.rank_of(call, "peer", peer)
+        given = self._parcel(call, "in_array", in_array)
+        taken = self._parcel(call, "out_array", out_array)
+        same = (given.code, given.elements) == (taken.code, taken.elements)
+        if peer == self._checker.rank and not same:
+            raise InvalidValueError(
+                self._checker.name(call), "out_array", str(taken),
+                f"{given}, which this rank sends to itself",
+            )  # fmt: skip
+        self._mail(call, peer, given, taken, stream)
+
+    def _parcel(self, call: str, name: str, array: Any) -> Parcel:
+        info = self._checker.array(call, name, array)
+        return Parcel(array, info, int(info.order == "F"))

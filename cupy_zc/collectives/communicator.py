@@ -1,0 +1,394 @@
+"""``Communicator``: the ranks of a group, and the calls between them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import operator
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from ..arrays import copyto
+from ..driver.api import Driver
+from ..errors import Error, InvalidTypeError, InvalidValueError, NotZeroCopyError
+from ..group import Bootstrap, Channel, Topology, from_mpi, vote
+from ..registration import Registration, Registry, Rule, SymmetricHeap
+from . import opening
+from .call import BARRIER, Call, Transfer
+from .calls import Calls
+from .checks import Checker, overlap
+from .host import HostEngine, Place
+from .ordering import Line
+from .point_to_point import Parcel, Post
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Communicator"]
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Communicator(Calls):
+    """A group of ranks, one a process (or a thread), that call collectives together.
+
+    Made by :func:`~cupy_zc.init_process_group`, :meth:`from_mpi`, :meth:`in_process` or
+    :meth:`split`. Collective calls are made by all ranks in the same order. A communicator may be
+    used by several threads of a process, whose calls take turns, and on several streams: work on
+    one waits for the work enqueued on another one before. A captured call belongs to its graph; the
+    ranks meet when it is replayed.
+
+    A context manager; :meth:`close` is local. At exit of the process open ones are closed.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        topology: Topology,
+        options: opening.Options,
+        stack: ExitStack,
+    ) -> None:
+        """For the functions of :mod:`cupy_zc.collectives.opening`. Collective.
+
+        Args:
+            bootstrap: The ranks; owned from here on.
+            topology: Where they are.
+            options: What the user chose.
+            stack: Closes what was made, if this fails on the way.
+        """
+        self._options = options
+        self._driver: Driver = options.driver
+        self._device = options.device
+        self._timeout = options.wait
+        self._bootstrap = bootstrap
+        self.rank = bootstrap.rank
+        self.size = bootstrap.size
+        #: Which engine it uses.
+        self.backend = "host"
+        self._checker = Checker(self.rank, self.size, self._device)
+        self._talk = stack.enter_context(Channel.open(bootstrap, topology))
+        self._letters = stack.enter_context(Channel.open(bootstrap, topology))
+        self._registry = Registry(self._driver, self._device, self._talk, timeout=self._timeout)
+        stack.callback(self._registry.close)
+        self._heap = SymmetricHeap(self._registry)
+        stack.callback(self._heap.close)
+        self._engine = HostEngine(
+            self._registry, self._heap, self.size, self._talk.gone, self._part, self._timeout
+        )
+        self._line = Line(
+            self._checker, self._driver, self._registry, self._engine,
+            automatic=options.register == "auto", threads=options.threads, timeout=self._timeout,
+        )  # fmt: skip
+        self._post = Post(self._registry, self._letters, self._checker, self._timeout)
+        vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
+        _open.add(self)
+
+    # Making one
+
+    @classmethod
+    def from_mpi(
+        cls,
+        mpi_comm: Any = None,
+        *,
+        backend: str = "auto",
+        timeout: float | None = None,
+        deterministic: bool = False,
+        strict: bool = False,
+        register: str = "auto",
+        driver: str | Driver | None = None,
+    ) -> Communicator:
+        """The ranks of an mpi4py communicator. Collective over it; MPI is used for set-up only.
+
+        Args:
+            mpi_comm: An ``mpi4py.MPI.Intracomm``; None for ``MPI.COMM_WORLD``.
+            backend: "auto", or "host", the engine of the host driver.
+            timeout: Seconds to wait for a rank in a call; None for ``settings().timeout``.
+            deterministic: Results bitwise equal from run to run. The host engine's always are.
+            strict: Raise :class:`~cupy_zc.NotZeroCopyError` where this rank would copy its data
+                through scratch. ``send`` always copies and is not concerned.
+            register: "auto": the ranks register at calls 1, 2, 4, 8, ... what their collectives
+                used; "manual": only :meth:`register` does.
+            driver: None: that of the installed pool, else as ``MemoryPool(driver=None)``.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: an argument.
+            MismatchError: the ranks chose differently.
+            PeerTimeoutError, AgreementError: a rank did not come, or could not.
+            Error: the ranks are on several nodes, or there is no engine for the driver.
+        """
+        options = opening.Options.of(
+            "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
+            deterministic=deterministic, strict=strict, register=register,
+        )  # fmt: skip
+        return opening.start(cls, from_mpi(mpi_comm), options)
+
+    @classmethod
+    def in_process(
+        cls,
+        n: int,
+        *,
+        devices: Sequence[int] | None = None,
+        backend: str = "auto",
+        timeout: float | None = None,
+        deterministic: bool = False,
+        strict: bool = False,
+        register: str = "auto",
+        driver: str | Driver | None = None,
+    ) -> list[Communicator]:
+        """``n`` ranks in this process, in a list; use each in a thread of its own.
+
+        ``devices`` names the device of each rank; None is the current one for all. The other
+        arguments, and the errors, are those of :meth:`from_mpi`.
+
+        Threads share the null stream, in which a rank could not wait for another one behind it. So
+        a rank uses a stream of its own where it would use that one. For the same reason a rank that
+        shares its device must not wait for the *device* while others call collectives; a pool does
+        when it gives memory back to the driver.
+        """
+        options = opening.Options.of(
+            "Communicator.in_process", driver=driver, backend=backend, timeout=timeout,
+            deterministic=deterministic, strict=strict, register=register,
+        )  # fmt: skip
+        return opening.start_threads(cls, n, devices, options)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Part the ranks into groups of equal ``color``, ordered by ``(key, rank)``. Collective.
+
+        Returns:
+            The group of this rank, with the options of this one; None for ``color=None``, which
+            takes no part. It outlives this one.
+
+        Raises:
+            As :meth:`from_mpi`; InvalidValueError: ``color`` or ``key`` does not fit 64 bits.
+        """
+        with self._line.turn("split"):
+            part = self._bootstrap.split(color, key, timeout=self._timeout)
+            return None if part is None else opening.start(type(self), part, self._options)
+
+    # Memory
+
+    @property
+    def xp(self) -> Any:
+        """The module that computes on ``cupy_zc.view`` of the arrays: numpy on the host driver."""
+        return np
+
+    def empty(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
+        """An array at the same offset on every rank, registered by nature. Collective.
+
+        Args:
+            shape: An int or ints, as for ``cupy.empty``; as many bytes on all ranks.
+            dtype: Its type.
+            order: "C" or "F".
+
+        Raises:
+            InvalidValueError: a negative length, or another order.
+            MismatchError: ranks ask for different sizes; on all of them.
+            AgreementError: a rank has no memory left; on all of them.
+        """
+        return self._symmetric("empty", shape, dtype, order)
+
+    def zeros(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
+        """As :meth:`empty`, filled with zeros."""
+        array = self._symmetric("zeros", shape, dtype, order)
+        copyto(array, np.zeros((), array.dtype))
+        return array
+
+    def _symmetric(self, call: str, shape: Any, dtype: Any, order: str) -> cupy.ndarray:
+        try:
+            lengths = tuple(map(operator.index, shape)) if np.iterable(shape) else (int(shape),)
+        except TypeError:
+            allowed = "an int or a tuple of ints"
+            raise InvalidTypeError(self._checker.name(call), "shape", shape, allowed) from None
+        if min(lengths, default=0) < 0:
+            raise InvalidValueError(self._checker.name(call), "shape", shape, "lengths from 0")
+        if order not in ("C", "F"):
+            raise InvalidValueError(self._checker.name(call), "order", order, "'C' or 'F'")
+        kind = np.dtype(dtype)
+        with self._line.turn(call):
+            nbytes = math.prod(lengths) * kind.itemsize
+            memory = self._heap.allocate(nbytes, f"Communicator.{call}")
+            return cupy.ndarray(lengths, kind, memory, order=order)
+
+    def register(self, target: Any) -> Registration:
+        """Let the peers reach an array, or all segments of a pool. Collective.
+
+        Args:
+            target: A ``cupy.ndarray`` or a :class:`~cupy_zc.MemoryPool`; each rank gives its own.
+
+        Returns:
+            A context manager; ``deregister()`` is local.
+
+        Raises:
+            AgreementError: a rank could not; on all of them, and everything is as before.
+            PeerTimeoutError, MismatchError, ClosedError.
+        """
+        with self._line.turn("register"):
+            return self._registry.register(target)
+
+    def explain(self, array: Any) -> tuple[Rule, ...]:
+        """Every rule that decides about zero-copy for an array, and what to do. Local."""
+        with self._line.turn("explain"):
+            return self._registry.explain(array)
+
+    def collect(self) -> None:
+        """Carry out what was deregistered, on all ranks. Collective. Errors: :meth:`register`."""
+        with self._line.turn("collect"):
+            self._registry.collect()
+
+    def leases(self) -> tuple[Any, ...]:
+        """Live leases of graphs; the host engine needs none: a graph keeps its arrays itself."""
+        return ()
+
+    # Order and errors
+
+    @property
+    def last_transfer(self) -> Transfer | None:
+        """What the last call that ran did; None before the first one."""
+        return self._engine.last
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it and this communicator's work before it is done.
+
+        Raises:
+            As every collective; Error: the current stream is capturing.
+        """
+        stream = self._line.stream("barrier", None)
+        if self._line.capturing(stream):
+            name = self._checker.name("barrier")
+            raise Error(f"{name}: it waits for the ranks, which a capture cannot record")
+        work = functools.partial(self._engine.run, BARRIER)
+        self._line.enqueue("barrier", work, stream, numbered=False)
+        stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for all calls enqueued here; what went wrong in one is raised."""
+        with self._line.turn("synchronize"):
+            stream = self._line.last_stream
+        if stream is not None:
+            stream.synchronize()
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the communicator cannot be used any more. Local, without waiting.
+
+        Raises:
+            ClosedError: it is closed, or a former call failed, which is the ``__cause__``.
+        """
+        with self._line.turn("check"):
+            pass
+
+    def close(self) -> None:
+        """Leave the group. Local, allowed twice. Calls still enqueued are waited for.
+
+        Raises:
+            DriverError: the first thing that went wrong; everything else was done all the same.
+        """
+        with self._line.held("close"):
+            if self._line.closed or os.getpid() != self._line.owner:
+                return
+            self._line.closed = True
+            _open.discard(self)
+            stream = self._line.last_stream
+            with ExitStack() as stack:
+                stack.callback(self._bootstrap.close)
+                stack.callback(self._heap.close)
+                stack.callback(self._registry.close)  # waits for the device, and with it for ...
+                stack.callback(self._part)  # ... ranks of the same device that wait for this one
+                if stream is not None and not self._line.capturing(stream):
+                    stream.synchronize()
+
+    def stop(self) -> None:
+        """:meth:`close`, by the name that ``cupyx.distributed`` has for it."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._line.closed else ""
+        return f"<Communicator, rank {self.rank} of {self.size}, {self.backend} engine{state}>"
+
+    # How a call is made
+
+    def _collective(self, call: Call, stream: Any) -> None:
+        with self._line.held(call.operation.call):
+            self._admit(call.operation.call, self._engine.place(call))
+            work = functools.partial(self._engine.run, call)
+            self._line.enqueue(call.operation.call, work, stream, numbered=True)
+
+    def _mail(
+        self, call: str, peer: int, given: Parcel | None, taken: Parcel | None, stream: Any
+    ) -> None:
+        def work() -> None:
+            if given is None or taken is None:
+                with self._engine.entered(f"Communicator.{call}"):
+                    self._one_way(given, taken, peer)
+            else:
+                with self._engine.entered(f"Communicator.{call}"), self._engine.in_step():
+                    place = self._place_of(given, taken)
+                    where = None if place.reason else (place.arena, place.offset)
+                    self._engine.last = self._post.send_recv(given, taken, peer, where)
+
+        with self._line.held(call):
+            if given is not None and taken is not None and peer != self.rank:
+                self._admit(call, (self._place_of(given, taken),))
+            self._line.enqueue(call, work, stream, numbered=False)
+
+    def _one_way(self, given: Parcel | None, taken: Parcel | None, peer: int) -> None:
+        try:
+            if given is not None:
+                self._engine.last = self._post.send(given, peer)
+            elif taken is not None:
+                self._engine.last = self._post.recv(taken, peer)
+        except BaseException as error:
+            if self._letters.closed:  # else the ranks are in step still
+                self._engine.fail(error)
+            raise
+
+    def _place_of(self, given: Parcel, taken: Parcel) -> Place:
+        if overlap(given.info, taken.info):
+            return Place(-1, 0, "in_array overlaps out_array", None)
+        arena, offset, registered, reason, segment = self._registry.locate(given.array)
+        return Place(arena, offset, "" if registered else f"in_array is copied: {reason}", segment)
+
+    def _admit(self, call: str, places: Sequence[Place]) -> None:
+        """Note what is not registered, and refuse it where the user asked for that."""
+        self._line.check_open(call)
+        reasons = [place.reason for place in places if place.reason]
+        for place in places:
+            if place.segment is not None:
+                self._registry.touched(place.segment)
+        if reasons and self._options.strict:
+            raise NotZeroCopyError(
+                f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
+                "from empty() of the communicator; explain(array) says more"
+            )
+
+    def _part(self) -> None:
+        """Let the peers know that this rank makes no further calls."""
+        self._talk.close()
+        self._letters.close()
+
+
+def _close_all() -> None:
+    for each in list(_open):
+        each.close()
+
+
+atexit.register(_close_all)

@@ -1,0 +1,246 @@
+"""How communicators are made: options, checks that all ranks chose the same, and set-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..config import settings
+from ..driver import select
+from ..driver.api import Driver
+from ..errors import Error, InvalidTypeError, InvalidValueError, MismatchError, PeerTimeoutError
+from ..group import Bootstrap, agree_equal, discover, from_mpi, from_tcp, in_process
+from ..group.bootstrap import check_member
+from ..group.naming import sides
+from ..memory import installed_pool
+from .plan import SCRATCH_BYTES
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+__all__ = ["Options", "init_process_group", "start", "start_threads"]
+
+_log = logging.getLogger("cupy_zc")
+
+#: What a communicator can be on each driver.
+_BACKENDS = {"host": ("host",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user chose for a communicator."""
+
+    driver: Driver
+    device: int
+    backend: str
+    timeout: float | None
+    deterministic: bool
+    strict: bool
+    register: str
+    #: Whether ranks are threads of one process, which share the null stream of a device. Work of
+    #: one rank that waits for another one must not be ahead of that one's work in a queue.
+    threads: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        call: str,
+        *,
+        driver: str | Driver | None = None,
+        backend: str = "auto",
+        timeout: float | None = None,
+        deterministic: bool = False,
+        strict: bool = False,
+        register: str = "auto",
+    ) -> Options:
+        """Check what was passed to a call.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: an argument.
+            Error: there is no engine for the driver in this version.
+        """
+        chosen = _driver(driver, backend)
+        there = _BACKENDS.get(chosen.name)
+        if there is None:
+            raise Error(
+                f"{call}: there is no engine for the {chosen.name} driver in this version; "
+                "set CUPY_ZC_DRIVER=host to work on the host"
+            )
+        if backend not in ("auto", *there):
+            allowed = (
+                f"'auto' or {' or '.join(map(repr, there))}, what the {chosen.name} driver has"
+            )
+            raise InvalidValueError(call, "backend", backend, allowed)
+        if register not in ("auto", "manual"):
+            raise InvalidValueError(call, "register", register, "'auto' or 'manual'")
+        for name, value in (("deterministic", deterministic), ("strict", strict)):
+            if not isinstance(value, bool):
+                raise InvalidTypeError(call, name, value, "True or False")
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise InvalidValueError(
+                call, "timeout", timeout, "a positive number of seconds, or None"
+            )
+        device = chosen.current_device()
+        return cls(chosen, device, there[0], timeout, deterministic, strict, register)
+
+    @property
+    def wait(self) -> float:
+        """Seconds to wait for a rank that user code can delay."""
+        return settings().timeout if self.timeout is None else self.timeout
+
+    @property
+    def shared(self) -> tuple[str | int | bool, ...]:
+        """What all ranks must choose alike."""
+        return (self.driver.name, self.backend, self.deterministic, self.register, SCRATCH_BYTES)
+
+
+def _driver(driver: str | Driver | None, backend: str) -> Driver:
+    """The driver a user means who names none: that of the installed pool, or one with an engine."""
+    pool = installed_pool()
+    if driver is not None:
+        return select(driver)
+    if pool is not None:
+        return pool.driver
+    if backend in _BACKENDS:
+        return select(backend)
+    chosen = select(None)
+    if chosen.name in _BACKENDS:
+        return chosen
+    _log.warning(
+        "this version has no engine for the %s driver, so this communicator, and the arrays it "
+        "makes, are of the host driver",
+        chosen.name,
+    )
+    return select("host")
+
+
+def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> Communicator:
+    """A communicator of the ranks of a bootstrap, which it owns from here on. Collective.
+
+    Raises:
+        As ``Communicator.from_mpi``; the bootstrap is closed then.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(bootstrap)
+        topology = discover(bootstrap)
+        agree_equal(
+            bootstrap, "(driver, backend, deterministic, register, scratch)", options.shared
+        )
+        if len(topology.nodes) > 1:
+            nodes = {rank: f"node {node}" for rank, node in enumerate(topology.node_of)}
+            raise Error(
+                f"rank {bootstrap.rank}: ranks on several nodes need the NCCL engine, which is not "
+                f"part of this version: {sides(nodes, 'is at')}"
+            )
+        made = kind(bootstrap, topology, options, stack)
+        stack.pop_all()
+    return made
+
+
+def start_threads(
+    kind: type[Communicator], n: int, devices: Sequence[int] | None, options: Options
+) -> list[Communicator]:
+    """``n`` communicators of one group in this process, set up in a thread each.
+
+    Raises:
+        InvalidValueError: ``n`` or ``devices``. Otherwise as ``Communicator.from_mpi``.
+    """
+    call = "Communicator.in_process"
+    group = in_process(n)
+    count = options.driver.device_count()
+    chosen = [options.device] * n if devices is None else list(devices)
+    if len(chosen) != n or not all(0 <= device < count for device in chosen):
+        raise InvalidValueError(call, "devices", devices, f"{n} ordinals from 0 to {count - 1}")
+    made: list[Communicator | BaseException | None] = [None] * n
+
+    def run(rank: int) -> None:
+        mine = dataclasses.replace(options, device=chosen[rank], threads=True)
+        try:
+            made[rank] = start(kind, group[rank], mine)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            made[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"cupy-zc rank {rank}", daemon=True)
+        for rank in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    # Each step of the set-up has a deadline of its own; this one is for what nobody thought of.
+    until = time.monotonic() + 10 * settings().setup_timeout
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    there = [each for each in made if each is not None and not isinstance(each, BaseException)]
+    if len(there) == n:
+        return there
+    for each in there:
+        each.close()
+    failures = [each for each in made if isinstance(each, BaseException)]
+    failures.sort(key=lambda error: isinstance(error, PeerTimeoutError))  # a consequence, mostly
+    stuck = [rank for rank in range(n) if made[rank] is None]
+    raise failures[0] if failures else PeerTimeoutError(f"{call}: set-up did not end", stuck)
+
+
+def init_process_group(
+    n_devices: int,
+    rank: int,
+    *,
+    backend: str = "auto",
+    host: str | None = None,
+    port: int | None = None,
+    use_mpi: bool = False,
+) -> Communicator:
+    """A communicator of ``n_devices`` ranks, as ``cupyx.distributed`` makes it. Collective.
+
+    Args:
+        n_devices: Number of ranks.
+        rank: This one. Rank 0 listens at ``host`` and ``port`` where MPI is not used.
+        backend: "auto", or "host", the engine of the host driver.
+        host: Rank 0's machine; None for ``CUPYX_DISTRIBUTED_HOST``.
+        port: None for ``CUPYX_DISTRIBUTED_PORT``.
+        use_mpi: Whether the ranks find each other by mpi4py's ``COMM_WORLD``; ``rank`` may be
+            another one than MPI's.
+
+    Raises:
+        InvalidValueError: ``rank``, ``n_devices`` or ``backend``.
+        MismatchError: the ranks chose differently, or two of them the same rank.
+        PeerTimeoutError, AgreementError, Error: as :meth:`Communicator.from_mpi`.
+    """
+    from .communicator import Communicator
+
+    check_member("init_process_group", rank, n_devices)
+    options = Options.of("init_process_group", backend=backend)
+    find: Callable[[], Bootstrap] = partial(from_tcp, n_devices, rank, host, port)
+    if use_mpi:
+        find = partial(_by_mpi, n_devices, rank)
+    return start(Communicator, find(), options)
+
+
+def _by_mpi(size: int, rank: int) -> Bootstrap:
+    """The ranks of MPI's world, in the order that they ask for."""
+    world = from_mpi()
+    with ExitStack() as stack:
+        stack.enter_context(world)
+        asked: list[Any] = world.all_gather(f"{size} {rank}".encode(), tag="init_process_group")
+        if sorted(asked) != sorted(f"{world.size} {each}".encode() for each in range(world.size)):
+            said = {
+                mpi_rank: "n_devices={}, rank={}".format(*each.decode().split())
+                for mpi_rank, each in enumerate(asked)
+            }
+            raise MismatchError(
+                f"init_process_group: the {world.size} ranks of MPI must pass n_devices="
+                f"{world.size} and each another rank; MPI's {sides(said)}"
+            )
+        if asked == [f"{size} {each}".encode() for each in range(size)]:
+            stack.pop_all()
+            return world
+        ordered = world.split(0, rank)
+    assert ordered is not None  # every rank has a color
+    return ordered

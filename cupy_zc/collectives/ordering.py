@@ -1,0 +1,139 @@
+"""The order of a communicator's calls: one at a time, streams one behind the other, numbered."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..driver.api import Driver
+from ..errors import ClosedError, Error
+from ..registration import Registry
+from .checks import Checker
+from .host import HostEngine
+
+__all__ = ["Line"]
+
+
+class Line:
+    """Where calls of a communicator line up.
+
+    Args:
+        checker: The names of calls, for errors.
+        driver: Streams and events.
+        registry: Registers at agreed call numbers.
+        engine: Knows whether the ranks are in step.
+        automatic: Whether calls are numbered at all.
+        threads: Whether the ranks are threads, which must not use the null stream.
+        timeout: Seconds that another thread may be inside a call.
+    """
+
+    def __init__(
+        self,
+        checker: Checker,
+        driver: Driver,
+        registry: Registry,
+        engine: HostEngine,
+        *,
+        automatic: bool,
+        threads: bool,
+        timeout: float,
+    ) -> None:
+        self.closed = False
+        #: The process that it belongs to.
+        self.owner = os.getpid()
+        #: Of the last call that was not captured.
+        self.last_stream: Any = None
+        self._checker = checker
+        self._driver = driver
+        self._registry = registry
+        self._engine = engine
+        self._automatic = automatic
+        self._threads = threads
+        self._timeout = timeout
+        self._lock = threading.RLock()
+        self._number = 0
+        self._own_stream: Any = None
+        self._event: Any = None
+
+    def enqueue(self, call: str, work: Callable[[], None], stream: Any, *, numbered: bool) -> None:
+        """Enqueue work behind this communicator's work on other streams.
+
+        Args:
+            call: For errors.
+            work: What to do.
+            stream: Where; None for the current stream.
+            numbered: Whether it counts for registration at agreed call numbers.
+        """
+        with self.turn(call):
+            stream = self.stream(call, stream)
+            if self.capturing(stream):
+                stream.enqueue(work)
+                return
+            if numbered and self._automatic:
+                self._registry.at_call(self._number + 1)
+                self._number += 1  # a call that ranks disagree on has no number
+            if self._event is not None and self.last_stream is not stream:
+                stream.wait_event(self._event)
+            self.last_stream = stream
+            try:
+                stream.enqueue(work)
+            finally:
+                self._event = self._driver.record_event(stream)
+
+    def stream(self, call: str, stream: Any) -> Any:
+        """The stream that a caller means, None being the current one."""
+        current = self._driver.current_stream()
+        stream = current if stream is None else current.streams.resolve(call, stream)
+        if stream.ptr or not self._threads:
+            return stream
+        if self._own_stream is None:
+            self._own_stream = self._driver.make_stream()
+        return self._own_stream
+
+    def capturing(self, stream: Any) -> bool:
+        """Whether work on the stream is recorded and not run."""
+        return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+
+    @contextmanager
+    def held(self, call: str) -> Iterator[None]:
+        """The lock of the communicator, for as long as a rank may be waited for."""
+        if not self._lock.acquire(timeout=self._timeout):
+            raise Error(
+                f"{self._checker.name(call)}: another thread was inside a call of this "
+                f"communicator for {self._timeout:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def turn(self, call: str) -> Iterator[None]:
+        """As :meth:`held`, for what only an open communicator can do.
+
+        Raises:
+            ClosedError: it is closed, or a former call failed. An error in the block after which
+            the ranks cannot talk any more makes all later calls fail so.
+        """
+        with self.held(call):
+            self.check_open(call)
+            try:
+                yield
+            except BaseException as error:
+                if self._registry.channel.closed:
+                    self._engine.fail(error)
+                raise
+
+    def check_open(self, call: str) -> None:
+        """Raise where no call can be made any more.
+
+        Raises:
+            ClosedError: see :meth:`turn`.
+        """
+        if self.closed or os.getpid() != self.owner:
+            why = "is closed" if self.closed else "belongs to the parent of this process"
+            raise ClosedError(f"{self._checker.name(call)}: this communicator {why}")
+        self._engine.check(f"Communicator.{call}")
