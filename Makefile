@@ -7,8 +7,11 @@ BIN := .venv/bin
 .PHONY: demo test lint types check clean
 .DELETE_ON_ERROR:
 
+# mpiexec gives its ranks no terminal, so whether there is one is asked here.
+PROGRESS = $(shell test -t 2 && echo --progress)
+
 demo: .venv/ready
-	$(BIN)/python examples/pool_map.py
+	$(BIN)/mpiexec -n 4 $(BIN)/python examples/data_parallel_digits.py $(PROGRESS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest
@@ -25,7 +28,7 @@ check: lint types test
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(CUPY),mpi,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(CUPY),dev]'
 	touch $@
 
 clean:

@@ -47,9 +47,13 @@ def test_ci_runs_the_commands_of_the_readme():
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_an_example_runs(example):
+def test_an_example_runs_alone(example, tmp_path):
     result = subprocess.run(
-        [sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=110
+        [sys.executable, "-W", "error", example],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout
