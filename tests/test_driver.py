@@ -249,6 +249,7 @@ REFUSED = {
     "importing for no device": lambda s: _import_with(s, device=99),
     "asking about no device": lambda s: s.driver.device_info(99),
     "the memory of no device": lambda s: s.driver.memory_info(99),
+    "granules of nothing": lambda s: s.driver.granularity(0, 0),
     "waiting for no device": lambda s: s.driver.synchronize(99),
     "reading what is not mapped": lambda s: s.driver.read(s.range, 1),
     "writing past a mapping": lambda s: s.driver.write(s.mapped + s.granule - 1, b"12"),

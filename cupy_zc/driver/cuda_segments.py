@@ -115,6 +115,9 @@ class CudaSegments:
 
     def granularity(self, device: int, size: int) -> Granularity:
         """Granules for a segment of about ``size`` bytes."""
+        if size <= 0:  # also where there is no multicast, which alone would refuse it
+            name, detail = "cuMulticastGetGranularity", f"device={device}, size={size}"
+            raise failure(name, _INVALID_VALUE, detail, cause="the size must be positive")
         key = (device, size)
         if key not in self._granularities:
             if len(self._granularities) >= _KEPT:

@@ -84,9 +84,12 @@ class HostMemory:
         self._check_device("cuMemGetInfo", device)
         return MemoryInfo(self._total - self._used[device], self._total)
 
-    def granularity(self, device: int, size: int) -> Granularity:  # noqa: ARG002 - the protocol's
-        """All four granules are the one the driver was made with."""
+    def granularity(self, device: int, size: int) -> Granularity:
+        """All four granules are the one the driver was made with, for any positive size."""
         self._check_device("cuMemGetAllocationGranularity", device)
+        if size <= 0:
+            call, detail = "cuMulticastGetGranularity", f"device={device}, size={size}"
+            raise refused(call, Result.INVALID_VALUE, detail, "the size must be positive")
         return Granularity(*[self._granularity] * 4)
 
     # Ranges

@@ -17,6 +17,7 @@ import logging
 import time
 from contextlib import ExitStack
 
+from ..config import settings
 from ..driver.api import Driver, round_up
 from ..errors import DriverError
 from .blocks import Segment
@@ -36,7 +37,7 @@ class Arena:
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
         self.device = device
-        granularity = driver.granularity(device, 0)
+        granularity = driver.granularity(device, settings().segment_size)
         self.granule = granularity.size
         total = driver.memory_info(device).total
         self.size = 1 << (max(ADDRESSES_PER_BYTE * total, 4 * self.granule) - 1).bit_length()

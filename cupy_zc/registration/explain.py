@@ -74,7 +74,7 @@ def _memory(registry: Registry, array: Any) -> Iterator[Rule]:
     memory = array.data.mem
     segment = getattr(memory, "segment", None)
     if isinstance(segment, Segment):
-        granularity = registry.driver.granularity(registry.device, 0)
+        granularity = registry.driver.granularity(registry.device, segment.size)
         ours = segment.home.pool.driver is registry.driver
         detail = f"it is in the segment at offset {segment.offset:#x}"
         yield _rule(

@@ -82,8 +82,9 @@ class SymmetricHeap:
         #: The memory of each segment, by offset.
         self._backing: dict[int, PooledMemory] = {}
         self.closed = False
-        granule = registry.driver.granularity(registry.device, 0).size
-        wish = json.dumps([granule, settings().segment_size]).encode()
+        wanted = settings().segment_size
+        granule = registry.driver.granularity(registry.device, wanted).size
+        wish = json.dumps([granule, wanted]).encode()
         wishes = self._channel.all_gather(wish, tag="symmetric heap", timeout=timeout)
         granules, sizes = zip(*map(json.loads, wishes), strict=True)
         self._granule = max(granules)

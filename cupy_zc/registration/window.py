@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ..config import settings
 from ..driver.api import Driver, round_up
 from ..errors import Error
 
@@ -51,7 +52,7 @@ class Window:
     def __init__(self, driver: Driver, device: int, size: int) -> None:
         self._driver = driver
         self._device = device
-        granularity = driver.granularity(device, 0)
+        granularity = driver.granularity(device, settings().segment_size)
         # A peer's granule may be another one; only what is mapped must fit this device's.
         self._range = round_up(size, granularity.size)
         self.base = driver.reserve(self._range, max(granularity.alignment, granularity.size))
