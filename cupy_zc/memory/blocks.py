@@ -128,10 +128,11 @@ class Block:
 class Bin(list[Block]):
     """Where dropped arrays leave their blocks."""
 
-    __slots__ = ("members",)
+    __slots__ = ("device", "members")
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
         super().__init__()
+        self.device = device
         #: Blocks that are in it, or in the user's hands and will come back to it.
         self.members = 0
 
@@ -195,7 +196,7 @@ class Home:
                     del self.hot[idle]
                 if len(self.hot) >= HOT_SIZES:
                     return self.returned
-            found = self.hot[size] = Bin()
+            found = self.hot[size] = Bin(self.pool.device)
         return found
 
     def reuse(self, size: int) -> Block | None:

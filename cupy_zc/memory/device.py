@@ -39,7 +39,14 @@ _T = TypeVar("_T")
 class DevicePool:
     """All memory of one pool on one device. Sizes in bytes; requests in multiples of 512."""
 
-    def __init__(self, driver: Driver, device: int, segment_size: int, limit: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        segment_size: int,
+        limit: int,
+        hot: dict[int, dict[int, Bin]] | None = None,
+    ) -> None:
         self.driver = driver
         self.device = device
         self.segment_size = segment_size
@@ -49,9 +56,11 @@ class DevicePool:
         self.captures = Captures(self)
         self.deferred = Deferred(driver, self.region)
         #: By the driver's stream key.
-        self.homes: dict[int, Home] = {}
-        #: Their bins of single sizes, for the fast path.
-        self.hot: dict[int, dict[int, Bin]] = {}
+        self.homes: dict[int, Home] = {0: Home(self, 0)}
+        #: For the fast path, the bins of single sizes of all homes but that of the legacy default
+        #: stream. May be shared by devices, whose other streams have different keys; the key of a
+        #: per-thread default stream stands for one on each device, and is never looked up here.
+        self.hot: dict[int, dict[int, Bin]] = {} if hot is None else hot
         self._streams: dict[int, Callable[[], Any]] = {}
         #: Keys for streams that went before they could be asked; no driver gives such ones.
         self._gone = itertools.count(-(1 << 62))
@@ -93,7 +102,8 @@ class DevicePool:
             if id(self.homes[key]) in holding:
                 found.append(self.homes[key])
             else:
-                del self.homes[key], self.hot[key], self._streams[key]
+                del self.homes[key], self._streams[key]
+                self.hot.pop(key, None)
         return found
 
     def drain(self) -> None:

@@ -1,6 +1,6 @@
 """``MemoryPool``: CuPy's memory pool, on memory that can be shared, registered and multicast.
 
-The fast path of :meth:`MemoryPool.malloc` is three dict look-ups and one ``list.pop``; everything
+The fast path of :meth:`MemoryPool.malloc` is two dict look-ups and one ``list.pop``; everything
 else is in :mod:`cupy_zc.memory.device`.
 """
 
@@ -90,8 +90,10 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         """Begin with nothing: at first, and in the child after a fork."""
         self._making = threading.Lock()
         self._devices: dict[int, DevicePool] = {}
-        #: For the fast path: device to stream key to size to blocks.
-        self._hot: dict[int, dict[int, dict[int, Bin]]] = {}
+        #: For the fast path: stream key to size to blocks, and the same for the legacy default
+        #: stream of each device.
+        self._hot: dict[int, dict[int, Bin]] = {}
+        self._default: dict[int, dict[int, Bin]] = {}
         self._finalizer = weakref.finalize(self, _abandon, self._devices)
         self._finalizer.atexit = False
 
@@ -107,10 +109,10 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         pool = self._devices.get(device)
         if pool is None:
             limit = self._limit(_LIMIT, device, *self._first_limit)
-            made = DevicePool(self._driver, device, self._segment_size, limit)
+            made = DevicePool(self._driver, device, self._segment_size, limit, self._hot)
             with self._making:
                 pool = self._devices.setdefault(device, made)
-                self._hot[device] = pool.hot
+                self._default[device] = pool.homes[0].hot
             if pool is not made:
                 made.close()
         return pool
@@ -131,12 +133,15 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         stream = self._current_stream()
         try:
             key = stream._cupy_zc_key
-            device = 0 if self._single else self._current_device()
-            bin_ = self._hot[device][key][(size + 511) & -512]
-            if not (key and self._is_capturing(stream.ptr)) and not (
-                _has_hooks() and active_hooks()
-            ):
-                return hand_over(bin_.pop(), device)
+            if key == 0:
+                bins = self._default[0 if self._single else self._current_device()]
+            elif self._is_capturing(stream.ptr):
+                return self._malloc(size)
+            else:
+                bins = self._hot[key]
+            bin_ = bins[(size + 511) & -512]
+            if not (_has_hooks() and active_hooks()):
+                return hand_over(bin_.pop(), bin_.device)
         except (AttributeError, KeyError, IndexError, TypeError, OverflowError):
             pass  # a stream, a device or a size that is new, or no block at hand: no error yet
         return self._malloc(size)

@@ -24,7 +24,7 @@ from ..driver.api import round_up
 from ..errors import ClosedError, InvalidValueError, MismatchError
 from ..group import Transaction, vote
 from ..group.naming import sides
-from ..memory.blocks import Home, Segment
+from ..memory.blocks import Segment
 from ..memory.device import DevicePool
 from ..memory.pool import UNIT, abandon
 from ..memory.pooled import BaseMemory, NoMemory, PooledMemory, hand_over
@@ -97,9 +97,7 @@ class SymmetricHeap:
                 DevicePool.close,
             )
             transaction.commit()
-        with self._pool.region:
-            self._home = self._pool.homes[0] = Home(self._pool, 0)
-            self._pool.hot[0] = self._home.hot
+        self._home = self._pool.homes[0]
         self.arena = self._pool.arena
         registry.claim_heap(self.arena)
 
