@@ -1,0 +1,348 @@
+"""The benchmark of collectives, as far as it goes without a GPU: real processes, fake engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import collectives
+from peers import ENGINES
+from peers.api import COLLECTIVES, Engine, Job, Unavailable
+
+ROOT = Path(__file__).parents[1]
+GUARDS = dict(collectives.GUARDS)
+
+
+# Engines of these tests; the benchmark loads them by name, in processes of its own.
+
+
+class Exact(Engine):
+    """Sends everything through the parent: slow, and right."""
+
+    platforms = ("host",)
+
+    def prepare(self, case):
+        send = np.empty(case.send_count, case.type)
+        recv = np.empty(case.recv_count, case.type)
+        return Job(send, recv, lambda: self.move(case, send, recv))
+
+    def move(self, case, send, recv):
+        rank, part = self.context.rank, case.part
+        parts = self.context.group.all_gather(send)
+        if case.collective == "all_gather":
+            recv[...] = np.concatenate(parts)
+        elif case.collective == "broadcast":
+            recv[...] = parts[0]
+        elif case.collective == "send_recv":
+            recv[...] = parts[rank ^ 1]
+        elif case.collective == "all_to_all":
+            recv[...] = np.concatenate([part_[rank * part :][:part] for part_ in parts])
+        else:
+            total = np.sum(parts, axis=0, dtype=case.type)
+            recv[...] = total if case.collective == "all_reduce" else total[rank * part :][:part]
+
+    def versions(self):
+        return {"exact": "1"}
+
+    def close(self):
+        pass
+
+
+class Consuming(Exact):
+    """Right once: its input is gone after a call."""
+
+    keeps_input = False
+
+    def move(self, case, send, recv):
+        super().move(case, send, recv)
+        send[...] = 0
+
+
+class Wrong(Exact):
+    """One rank gets one element wrong."""
+
+    def move(self, case, send, recv):
+        super().move(case, send, recv)
+        if self.context.rank == 1:
+            recv[3] += 1
+
+
+class Idle(Exact):
+    """Writes nothing."""
+
+    def move(self, case, send, recv):
+        self.context.group.barrier()
+
+
+class Absent(Exact):
+    """Not there on one rank."""
+
+    @classmethod
+    def probe(cls, context):
+        super().probe(context)
+        if context.rank == 1:
+            raise Unavailable("no such library")
+
+
+class HalfMade(Exact):
+    """One rank cannot make it; the other has to let go again."""
+
+    def __init__(self, context, shared):
+        super().__init__(context, shared)
+        if context.rank == 0:
+            raise OSError("out of descriptors")
+
+    def close(self):
+        sys.stdout.write("let go\n")
+
+
+class Broken(Exact):
+    """One rank cannot prepare anything."""
+
+    def prepare(self, case):
+        if self.context.rank == 1:
+            raise RuntimeError("no memory")
+        return Job(np.empty(case.send_count), np.empty(case.recv_count), lambda: None)
+
+
+class Hanging(Exact):
+    """One rank never comes back from a call."""
+
+    def move(self, case, send, recv):
+        if self.context.rank == 1 and case.nbytes > 1024:
+            time.sleep(600)
+        super().move(case, send, recv)
+
+
+class Dying(Exact):
+    """One rank is killed."""
+
+    def move(self, case, send, recv):
+        if self.context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().move(case, send, recv)
+
+
+class Unclosable(Exact):
+    """One rank fails at the very end."""
+
+    def close(self):
+        if self.context.rank == 1:
+            os._exit(7)
+
+
+def bench(*arguments, environment=GUARDS):
+    """The program, as a user runs it."""
+    kept = {name: value for name, value in os.environ.items() if name not in GUARDS}
+    return subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "benchmarks" / "collectives.py", *arguments],
+        env=kept | environment | {"PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def on_host(engines, *arguments, sizes=("1K", "1K"), collective="all_reduce"):
+    """The program without a GPU, with engines of this file."""
+    names = ",".join(
+        name if name in ENGINES or ":" in name else f"test_benchmarks:{name}" for name in engines
+    )
+    return bench(
+        *("--driver", "host", "--engines", names, "--collective", collective),
+        *("-b", sizes[0], "-e", sizes[1], "-n", "2", "-w", "1", "--deadline", "50", *arguments),
+    )
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("missing", [*GUARDS, None])
+def test_it_does_not_start_unless_every_guard_is_set(missing):
+    environment = {name: value for name, value in GUARDS.items() if name != missing}
+    result = bench("--driver", "host", environment=environment if missing else {})
+    assert (result.returncode, result.stdout) == (2, "")
+    for name in [missing] if missing else GUARDS:
+        assert f"{name}={GUARDS[name]}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_with_another_value_does_not_count(name):
+    flipped = {"0": "1", "1": "0"}[GUARDS[name]]
+    assert collectives.unguarded(GUARDS | {name: flipped}) == [f"{name}={GUARDS[name]}"]
+    assert collectives.unguarded(GUARDS) == []
+
+
+def test_the_guards_are_those_of_the_package():
+    from cupy_zc.config import MULTICAST_GUARDS
+
+    assert collectives.GUARDS == MULTICAST_GUARDS
+
+
+def test_every_collective_is_measured_and_written_down(tmp_path):
+    file = tmp_path / "figures.jsonl"
+    result = on_host(
+        ["Exact", "Consuming"],
+        *("--json", file),
+        sizes=("1K", "16K"),
+        collective=",".join(COLLECTIVES),
+    )
+    assert result.returncode == 0, result.stderr
+    rows = rows_of(file)
+    figures = [(row["metric"], row["engine"], row["collective"], row["bytes"]) for row in rows]
+    assert len(figures) == len(set(figures)) == len(COLLECTIVES) * 2 * (3 + 1)
+    for row in rows:
+        assert 0 < row["least_us"] <= row["us"] <= row["most_us"] or row["metric"] == "host_us"
+        assert (row["ranks"], row["rounds"], row["exact"], row["driver"]) == (2, 7, "1", "host")
+        assert row["calls"] == (2 if row["metric"] == "device_us" else 100)
+        assert row["commit"]
+        assert row["machine"]
+        assert row["time"].endswith("Z")
+    for name in COLLECTIVES:
+        assert f"{name}, us\n" in result.stdout
+    assert "eager call" in result.stdout
+
+
+def test_figures_are_added_to_a_file(tmp_path):
+    file = tmp_path / "figures.jsonl"
+    file.write_text('{"metric": "before"}\n')
+    assert on_host(["Exact"], "--json", file, "-c", "off").returncode == 0
+    assert [row["metric"] for row in rows_of(file)] == ["before", "device_us", "host_us"]
+
+
+@pytest.mark.parametrize(("engine", "words"), [("Wrong", "1 wrong elements"), ("Idle", "wrong")])
+def test_a_wrong_result_is_no_figure_and_a_failure(engine, words, tmp_path):
+    file = tmp_path / "figures.jsonl"
+    result = on_host([engine, "Exact"], "--json", file)
+    assert result.returncode == 1
+    assert "WRONG" in result.stdout
+    assert words in result.stderr
+    wrong = [row for row in rows_of(file) if row["engine"].endswith(engine)]
+    assert [("us" in row, row["correct"]) for row in wrong] == [(False, False)] * 2
+    assert sum("us" in row for row in rows_of(file)) == 2  # the other engine's
+
+
+def test_what_is_not_checked_is_not_found(tmp_path):
+    assert on_host(["Wrong"], "-c", "off").returncode == 0
+
+
+def test_an_engine_that_is_missing_on_one_rank_is_named_and_left_out():
+    result = on_host(["Absent", "HalfMade", "nosuch:Engine", "Exact"])
+    assert result.returncode == 0, result.stderr
+    assert "Absent: not available: no such library (rank 1)" in result.stderr
+    assert "HalfMade: not available: OSError: out of descriptors (rank 0)" in result.stderr
+    assert "nosuch:Engine: not available: " in result.stderr
+    assert result.stdout.count("let go") == 1
+    assert "Exact" in result.stdout
+    assert "Absent" not in result.stdout
+
+
+def test_this_package_is_measured_as_often_as_it_is_named():
+    result = on_host(["cupy-zc", "peers.own:Registered"], collective=",".join(COLLECTIVES))
+    assert (result.returncode, "WRONG" in result.stdout) == (0, False), result.stderr
+    header = next(line for line in result.stdout.splitlines() if "cupy-zc" in line)
+    assert header.split() == ["cupy-zc", "peers.own:Registered", "to", "best", "peer"]
+
+
+def test_engines_that_need_a_gpu_say_so_without_one():
+    result = on_host(["nccl", "nccl-window", "torch-one-shot", "cupy-zc-plain", "Exact"])
+    assert result.returncode == 0, result.stderr
+    for name in ("nccl", "nccl-window", "torch-one-shot", "cupy-zc-plain"):
+        assert f"\n{name}: not available: " in f"\n{result.stderr}"
+
+
+def test_a_case_that_fails_on_one_rank_is_skipped_on_all():
+    result = on_host(["Broken", "Exact"])
+    assert result.returncode == 0, result.stderr
+    assert "not measured: RuntimeError: no memory (rank 1)" in result.stderr
+    assert " - " in result.stdout
+
+
+def test_at_the_deadline_all_processes_are_killed_and_figures_kept(tmp_path):
+    file = tmp_path / "figures.jsonl"
+    start = time.monotonic()
+    result = on_host(["Exact", "Hanging"], "--json", file, "--deadline", "8", sizes=("1K", "4K"))
+    assert time.monotonic() - start < 30
+    assert result.returncode == 3
+    assert "the deadline has passed" in result.stderr
+    assert "rank 1 was at: test_benchmarks:Hanging, all_reduce of 4,096 bytes" in result.stderr
+    assert {row["engine"][16:] for row in rows_of(file)} == {"Exact", "Hanging"}
+    assert "1 KiB" in result.stdout
+
+
+def test_a_rank_that_dies_ends_the_run():
+    result = on_host(["Dying"])
+    assert result.returncode == 1
+    assert "rank 1 ended with exit code -9 at: test_benchmarks:Dying" in result.stderr
+
+
+def test_a_rank_that_does_not_close_is_told_and_costs_no_figure():
+    result = on_host(["Unclosable"])
+    assert result.returncode == 0
+    assert "rank 1 measured everything but did not close" in result.stderr
+    assert "Unclosable" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-b", "0"], "is not a size"),
+        (["-b", "4"], "2 ranks of float32 need 8 bytes"),
+        (["-b", "4K", "-e", "1K"], "is less than"),
+        (["-f", "1"], "whole number from 2"),
+        (["-n", "x"], "whole number from 1"),
+        (["--deadline", "0"], "positive number of seconds"),
+        (["--deadline", "soon"], "positive number of seconds"),
+        (["--engines", "ncll"], "'ncll' is none of"),
+        (["--collective", "gossip"], "'gossip' is none of"),
+        (["-d", "complex64"], "invalid choice"),
+        (["-o", "avg"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_is_refused(arguments, words, monkeypatch, capsys):
+    for name, value in GUARDS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        collectives.main(["--driver", "host", *arguments])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(2, "-g 3: there are 2 GPUs"), (0, "no usable GPU")])
+def test_more_ranks_than_gpus_are_refused(gpus, words, monkeypatch, capsys):
+    def count():
+        if not gpus:
+            raise RuntimeError("cudaErrorNoDevice")
+        return gpus
+
+    monkeypatch.setattr(collectives, "_gpus", count)
+    for name, value in GUARDS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        collectives.main(["-g", "3"])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_takes_all_gpus_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(collectives, "_gpus", lambda: 4)
+    made = collectives.parser()
+    plan = collectives.plan_of(made.parse_args([]), made, 100.0)
+    assert (plan.ranks, plan.platform, plan.deadline) == (4, "cuda", 380.0)
+    assert plan.sizes == tuple(1024 * 4**step for step in range(11))
+    assert plan.engines == tuple(ENGINES)
+    assert plan.collectives == COLLECTIVES
