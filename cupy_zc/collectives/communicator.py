@@ -81,7 +81,7 @@ class Communicator(Calls):
         self._heap = SymmetricHeap(self._registry)
         stack.callback(self._heap.close)
         self._engine = HostEngine(
-            self._registry, self._heap, self.size, self._talk.gone, self._part, self._timeout
+            self._registry, self._heap, self.size, self._departed, self._part, self._timeout
         )
         self._line = Line(
             self._checker, self._driver, self._registry, self._engine,
@@ -90,8 +90,6 @@ class Communicator(Calls):
         self._post = Post(self._registry, self._letters, self._checker, self._timeout)
         vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)
-
-    # Making one
 
     @classmethod
     def from_mpi(
@@ -247,8 +245,6 @@ class Communicator(Calls):
         """Live leases of graphs; the host engine needs none: a graph keeps its arrays itself."""
         return ()
 
-    # Order and errors
-
     @property
     def last_transfer(self) -> Transfer | None:
         """What the last call that ran did; None before the first one."""
@@ -291,8 +287,10 @@ class Communicator(Calls):
         Raises:
             DriverError: the first thing that went wrong; everything else was done all the same.
         """
+        if os.getpid() != self._line.owner:  # a forked child, where a lock may be held for ever
+            return
         with self._line.held("close"):
-            if self._line.closed or os.getpid() != self._line.owner:
+            if self._line.closed:
                 return
             self._line.closed = True
             _open.discard(self)
@@ -380,6 +378,12 @@ class Communicator(Calls):
                 "from empty() of the communicator; explain(array) says more"
             )
 
+    def _departed(self) -> tuple[int, ...]:
+        """The ranks that cannot come any more; all of them where this one has parted."""
+        if self._talk.closed:
+            return tuple(rank for rank in range(self.size) if rank != self.rank)
+        return self._talk.gone()
+
     def _part(self) -> None:
         """Let the peers know that this rank makes no further calls."""
         self._talk.close()
@@ -388,6 +392,7 @@ class Communicator(Calls):
 
 def _close_all() -> None:
     for each in list(_open):
+        each._part()  # a thread that still waits for other ranks is not waited for
         each.close()
 
 

@@ -206,7 +206,8 @@ class HostEngine:
             self._control.meet(str(call))
             if target.arena == STAGED and taken is not None:
                 np.copyto(taken[:, start:stop], reach.target(self.rank, start, stop))
-        self.last = self._report(call, how.algorithm, source, target, staging)
+        if call.operation is not Operation.BARRIER:  # which moves nothing
+            self.last = self._report(call, how.algorithm, source, target, staging)
 
     def _plan(self, call: Call, *, staged: bool) -> planning.Plan:
         known = Capabilities(self._room, staged)

@@ -29,8 +29,7 @@ from .reductions import Array
 
 __all__ = ["Parcel", "Post"]
 
-#: dtype, whether in Fortran order, whether a receipt is wanted, count, arena, offset.
-_HEADER = struct.Struct("<BBBqiq")
+_HEADER = struct.Struct("<?BBqBBqiq")
 _COPIED = -1
 _ARRAY, _RECEIPT = "array", "receipt"
 
@@ -71,8 +70,46 @@ class Parcel(NamedTuple):
         """Its bytes."""
         return self.info.nbytes
 
+    @property
+    def kind(self) -> _Kind:
+        """What a peer's array must be, to fit."""
+        return _Kind(self.code, self.fortran, self.elements)
+
     def __str__(self) -> str:
-        return _show(self.code, self.elements, self.fortran)
+        return str(self.kind)
+
+
+class _Kind(NamedTuple):
+    """What must be equal on both sides."""
+
+    code: int
+    fortran: int
+    elements: int
+
+    def __str__(self) -> str:
+        order = " in Fortran order" if self.fortran else ""
+        return f"{self.elements} elements of {DTYPES[self.code]}{order}"
+
+
+class _Header(NamedTuple):
+    """What a message says of the array it brings."""
+
+    #: Whether it is one half of a ``send_recv``, which waits for a receipt.
+    swap: bool
+    kind: _Kind
+    #: In a ``send_recv``: what the sender expects in return.
+    expected: _Kind
+    #: Where the receiver can read it; arena -1: a copy comes with the message.
+    arena: int
+    offset: int
+
+    def to_bytes(self) -> bytes:
+        return _HEADER.pack(self.swap, *self.kind, *self.expected, self.arena, self.offset)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Header:
+        swap, *kinds, arena, offset = _HEADER.unpack(data)
+        return cls(swap, _Kind(*kinds[:3]), _Kind(*kinds[3:]), arena, offset)
 
 
 class Post:
@@ -96,7 +133,7 @@ class Post:
         self._checker = checker
         self._timeout = timeout
         #: What this rank sent to itself.
-        self._own: deque[tuple[bytes, Array]] = deque()
+        self._own: deque[tuple[_Header, Array]] = deque()
 
     def send(self, parcel: Parcel, peer: int) -> Transfer:
         """Send an array; returns when it may be changed.
@@ -104,12 +141,12 @@ class Post:
         Raises:
             DriverError: there is no memory for the copy. PeerTimeoutError: the peer has gone.
         """
-        header = self._header(parcel, receipt=False, arena=_COPIED, offset=0)
+        header = _Header(False, parcel.kind, parcel.kind, _COPIED, 0)
         if peer == self._checker.rank:
             self._own.append((header, parcel.values.copy()))
         else:
             with packed(self._driver, self._device, parcel.values) as fds:
-                self._channel.send(peer, header, fds, tag=_ARRAY, timeout=self._timeout)
+                self._channel.send(peer, header.to_bytes(), fds, tag=_ARRAY, timeout=self._timeout)
         return Transfer("send", "copy", False, "a send does not wait for its peer", parcel.nbytes)
 
     def recv(self, parcel: Parcel, peer: int) -> Transfer:
@@ -122,7 +159,7 @@ class Post:
         if peer == self._checker.rank:
             self._recv_own(parcel)
             return Transfer("recv", "copy", False, "the sender copied it", parcel.nbytes)
-        return self._recv("recv", parcel, peer)
+        return self._recv("recv", parcel, peer, None)
 
     def send_recv(
         self, given: Parcel, taken: Parcel, peer: int, place: tuple[int, int] | None
@@ -143,13 +180,13 @@ class Post:
             return Transfer("send_recv", "copy", True, "", given.nbytes)
         copy = place is None
         arena, offset = place or (_COPIED, 0)
-        header = self._header(given, receipt=True, arena=arena, offset=offset)
+        header = _Header(True, given.kind, taken.kind, arena, offset).to_bytes()
         values = given.values if copy else np.empty(0, given.dtype)
         with packed(self._driver, self._device, values) as fds:
             self._channel.send(peer, header, fds, tag=_ARRAY, timeout=self._timeout)
         trouble: MismatchError | None = None
         try:
-            got = self._recv("send_recv", taken, peer)
+            got = self._recv("send_recv", taken, peer, given)
         except MismatchError as error:
             trouble = error
         answer = self._channel.recv(peer, tag=_RECEIPT, timeout=self._timeout).payload.decode()
@@ -161,33 +198,32 @@ class Post:
             return got
         return Transfer("send_recv", "pull", False, "in_array was copied", given.nbytes)
 
-    def _header(self, parcel: Parcel, *, receipt: bool, arena: int, offset: int) -> bytes:
-        return _HEADER.pack(parcel.code, parcel.fortran, receipt, parcel.elements, arena, offset)
-
-    def _recv(self, call: str, parcel: Parcel, peer: int) -> Transfer:
+    def _recv(self, call: str, taken: Parcel, peer: int, given: Parcel | None) -> Transfer:
         message = self._channel.recv(peer, tag=_ARRAY, timeout=self._timeout)
         with closing([message]):
-            code, fortran, receipt, elements, arena, offset = _HEADER.unpack(message.payload)
-            problem = self._problem(parcel, peer, code, fortran, elements)
+            header = _Header.from_bytes(message.payload)
+            problem = self._problem(header, taken, peer)
+            if not problem and given is not None and header.swap and header.expected != given.kind:
+                problem = self._differs(self._checker.rank, given.kind, peer, header.expected)
             if not problem:
-                self._read(parcel, peer, message, arena, offset)
-            if receipt:
+                self._read(taken, peer, message, header)
+            if header.swap:
                 answer = problem.encode()
                 self._channel.send(peer, answer, tag=_RECEIPT, timeout=self._timeout)
         if problem:
             raise MismatchError(f"{self._checker.name(call)}: {problem}")
-        if arena == _COPIED:
-            return Transfer(call, "pull", False, f"rank {peer} copied it", parcel.nbytes)
-        return Transfer(call, "pull", True, "", parcel.nbytes)
+        copied = header.arena == _COPIED
+        reason = f"rank {peer} copied it" if copied else ""
+        return Transfer(call, "pull", not copied, reason, taken.nbytes)
 
-    def _read(self, parcel: Parcel, peer: int, message: Message, arena: int, offset: int) -> None:
-        if arena == _COPIED:
+    def _read(self, parcel: Parcel, peer: int, message: Message, header: _Header) -> None:
+        if header.arena == _COPIED:
             with opened(
                 self._driver, self._device, message.fds, parcel.elements, parcel.dtype
             ) as values:
                 np.copyto(parcel.values, values)
         else:
-            address = self._registry.address(peer, arena, offset)
+            address = self._registry.address(peer, header.arena, header.offset)
             np.copyto(parcel.values, matrix(address, 1, parcel.elements, parcel.dtype)[0])
 
     def _recv_own(self, parcel: Parcel) -> None:
@@ -195,23 +231,20 @@ class Post:
         if not self._own:
             raise MismatchError(f"{name}: rank {me} receives from itself and has sent nothing")
         header, values = self._own.popleft()
-        code, fortran, _, elements, _, _ = _HEADER.unpack(header)
-        problem = self._problem(parcel, me, code, fortran, elements)
+        problem = self._problem(header, parcel, me)
         if problem:
             raise MismatchError(f"{name}: {problem}")
         np.copyto(parcel.values, values)
 
-    def _problem(self, parcel: Parcel, peer: int, code: int, fortran: int, elements: int) -> str:
+    def _problem(self, header: _Header, taken: Parcel, peer: int) -> str:
         """Why a parcel cannot take what came; empty where it can."""
-        if (parcel.code, parcel.fortran, parcel.elements) == (code, fortran, elements):
+        if header.kind == taken.kind:
             return ""
+        return self._differs(peer, header.kind, self._checker.rank, taken.kind)
+
+    @staticmethod
+    def _differs(sender: int, sent: _Kind, receiver: int, expected: _Kind) -> str:
         return (
-            f"rank {peer} sent {_show(code, elements, fortran)} and rank {self._checker.rank} "
-            f"expects {parcel}; ranks must receive in the order in which arrays were sent; nothing "
-            "was written"
+            f"rank {sender} sent {sent} and rank {receiver} expects {expected}; ranks must receive "
+            f"in the order in which arrays were sent; rank {receiver} wrote nothing"
         )
-
-
-def _show(code: int, elements: int, fortran: int) -> str:
-    order = " in Fortran order" if fortran else ""
-    return f"{elements} elements of {DTYPES[code]}{order}"
