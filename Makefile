@@ -4,7 +4,7 @@ PYTHON ?= python3
 CUPY ?= cuda13
 BIN := .venv/bin
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test slow lint types check clean
 .DELETE_ON_ERROR:
 
 # mpiexec gives its ranks no terminal, so whether there is one is asked here.
@@ -16,6 +16,9 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest
 
+slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -23,7 +26,7 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test slow
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +16,44 @@ from cupy_zc.errors import InvalidValueError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cu"))
+HEADERS = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cuh"))
+#: The sources that are compiled for one element type and operation, and what is hard about them.
+REDUCING = ("ll.cu", "ll128.cu", "reduce_scatter.cu", "two_shot.cu")
+SELECTIONS = [("u8", "Sum"), ("Half", "Avg"), ("Complex<double>", "Prod"), ("long long", "Avg")]
+if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
+    SELECTIONS = [
+        (element, operation)
+        for element in (
+            "Bool", "signed char", "u8", "short", "u16", "int", "u32", "long long", "u64", "Half",
+            "Bfloat", "float", "double", "Complex<float>", "Complex<double>",
+        )
+        for operation in ("Sum", "Prod", "Min", "Max", "Avg")
+        if not (element.startswith("Complex") and operation in ("Min", "Max"))
+        and (element, operation) != ("Bool", "Avg")
+    ]  # fmt: skip
 
 
-def compiled(name: str, architecture: str) -> bytes:
-    options = ProgramOptions(name=name, arch=architecture, std="c++17")
-    return bytes(Program(kernels.source(name), "c++", options).compile("cubin").code)
+@functools.cache
+def compiled(name: str, architecture: str, *macros: tuple[str, str]) -> bytes:
+    """Machine code; a kernel that needs local memory, for spills or arrays, does not pass."""
+    options = ProgramOptions(
+        name=name,
+        arch=architecture,
+        std="c++17",
+        include_path=str(kernels.path(name).parent),
+        define_macro=list(macros) or None,
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    code = bytes(Program(kernels.source(name), "c++", options).compile("cubin", logs=log).code)
+    memory = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        log.getvalue(),
+    )
+    assert memory, log.getvalue()
+    assert set(memory) == {("0", "0", "0")}, (name, architecture, macros, log.getvalue())
+    assert "warning" not in log.getvalue()
+    return code
 
 
 def test_there_are_kernels_to_compile() -> None:
@@ -27,6 +64,33 @@ def test_there_are_kernels_to_compile() -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_kernel_compiles_to_machine_code(name: str, architecture: str) -> None:
     assert compiled(name, architecture).startswith(b"\x7fELF")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("element", "operation"), SELECTIONS)
+@pytest.mark.parametrize("name", REDUCING)
+def test_a_reduction_compiles_for_a_type_and_an_operation(
+    name: str, element: str, operation: str
+) -> None:
+    macros = ("CUPY_ZC_ELEMENT", element), ("CUPY_ZC_OPERATION", operation)
+    code = compiled(name, "sm_90", *macros)
+    assert f".text.{Path(name).stem}\0".encode() in code
+
+
+def test_an_operation_that_a_type_does_not_have_does_not_compile() -> None:
+    macros = ("CUPY_ZC_ELEMENT", "Complex<float>"), ("CUPY_ZC_OPERATION", "Max")
+    with pytest.raises(Exception, match="has no member"):
+        compiled("two_shot.cu", "sm_90", *macros)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
+def test_the_collectives_that_only_move_data_are_in_one_module(name: str) -> None:
+    assert f".text.{name}\0".encode() in compiled("push.cu", "sm_90")
+
+
+def test_only_the_header_for_it_holds_ptx() -> None:
+    holders = [name for name in (*SOURCES, *HEADERS) if re.search(r"\basm\b", kernels.source(name))]
+    assert holders == ["ptx.cuh"]
 
 
 def test_the_pattern_kernels_are_there_under_their_plain_names() -> None:
@@ -42,10 +106,12 @@ def test_a_broken_kernel_does_not_compile() -> None:
 
 
 def test_every_source_says_what_it_does_and_stays_short() -> None:
-    for name in SOURCES:
+    for name in (*SOURCES, *HEADERS):
         text = kernels.source(name)
         assert text.startswith("// "), name
-        assert len(text.splitlines()) <= 150, name
+        assert "\n// Contract\n" in text, name
+        assert len(text.splitlines()) <= (150 if name in SOURCES else 250), name
+        assert max(map(len, text.splitlines())) <= 120, name
 
 
 def test_a_wheel_s_own_kernels_come_before_the_source_tree(

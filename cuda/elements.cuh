@@ -1,0 +1,187 @@
+// Element types: how their bits lie in a pack, and what their sum, product, minimum and so on are.
+//
+// Contract
+//   width     float16 and bfloat16 are added, multiplied and averaged in float32. Integers wrap
+//             around; their average is the sum in their own type, divided and truncated towards
+//             zero. bool: sum and max are "any", prod and min are "all". Complex numbers have no
+//             order, and averages of them divide part by part
+//   NaN       min and max of floats give NaN where any operand is NaN, as NumPy's do
+//   packs     elements lie in a pack as in memory; all indices are compile-time constants after
+//             unrolling, so nothing goes to local memory
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cupy_zc {
+
+struct Bool;
+struct Half;
+struct Bfloat;
+template <class T>
+struct Complex {
+    T real, imaginary;
+};
+
+// Element<E>: BYTES in memory, UNIT of its parts (memory.cuh), Wide to reduce in, and the way
+// between the bits and that.
+template <class E, class WIDE, class UNSIGNED>
+struct IntegerElement {
+    static constexpr u32 BYTES = sizeof(E);
+    static constexpr u32 UNIT = BYTES;
+    using Wide = WIDE;
+    static __device__ __forceinline__ Wide widen(u64 bits) {
+        return static_cast<Wide>(static_cast<E>(bits));
+    }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return static_cast<u64>(value); }
+    static __device__ __forceinline__ Wide sum(Wide a, Wide b) {
+        return static_cast<Wide>(static_cast<UNSIGNED>(a) + static_cast<UNSIGNED>(b));
+    }
+    static __device__ __forceinline__ Wide prod(Wide a, Wide b) {
+        return static_cast<Wide>(static_cast<UNSIGNED>(a) * static_cast<UNSIGNED>(b));
+    }
+    static __device__ __forceinline__ Wide min(Wide a, Wide b) { return b < a ? b : a; }
+    static __device__ __forceinline__ Wide max(Wide a, Wide b) { return a < b ? b : a; }
+    static __device__ __forceinline__ Wide avg(Wide sum, u32 by) {
+        return widen(narrow(sum)) / static_cast<Wide>(by);
+    }
+};
+
+template <class WIDE>
+struct FloatElement {
+    using Wide = WIDE;
+    static __device__ __forceinline__ Wide sum(Wide a, Wide b) { return a + b; }
+    static __device__ __forceinline__ Wide prod(Wide a, Wide b) { return product(a, b); }
+    static __device__ __forceinline__ Wide min(Wide a, Wide b) { return a != a || a < b ? a : b; }
+    static __device__ __forceinline__ Wide max(Wide a, Wide b) { return a != a || a > b ? a : b; }
+    static __device__ __forceinline__ Wide avg(Wide sum, u32 by) {
+        return sum / static_cast<Wide>(by);
+    }
+};
+
+template <class E>
+struct Element;
+template <>
+struct Element<signed char> : IntegerElement<signed char, int, u32> {};
+template <>
+struct Element<u8> : IntegerElement<u8, u32, u32> {};
+template <>
+struct Element<short> : IntegerElement<short, int, u32> {};
+template <>
+struct Element<u16> : IntegerElement<u16, u32, u32> {};
+template <>
+struct Element<int> : IntegerElement<int, int, u32> {};
+template <>
+struct Element<u32> : IntegerElement<u32, u32, u32> {};
+template <>
+struct Element<long long> : IntegerElement<long long, long long, u64> {};
+template <>
+struct Element<u64> : IntegerElement<u64, u64, u64> {};
+
+template <>
+struct Element<Bool> {
+    static constexpr u32 BYTES = 1;
+    static constexpr u32 UNIT = BYTES;
+    using Wide = bool;
+    static __device__ __forceinline__ Wide widen(u64 bits) { return (bits & 0xff) != 0; }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return value ? 1 : 0; }
+    static __device__ __forceinline__ Wide sum(Wide a, Wide b) { return a || b; }
+    static __device__ __forceinline__ Wide prod(Wide a, Wide b) { return a && b; }
+    static __device__ __forceinline__ Wide min(Wide a, Wide b) { return a && b; }
+    static __device__ __forceinline__ Wide max(Wide a, Wide b) { return a || b; }
+};
+
+template <>
+struct Element<Half> : FloatElement<float> {
+    static constexpr u32 BYTES = 2;
+    static constexpr u32 UNIT = BYTES;
+    static __device__ __forceinline__ Wide widen(u64 bits) {
+        return half_to_float(static_cast<u16>(bits));
+    }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return float_to_half(value); }
+};
+
+template <>
+struct Element<Bfloat> : FloatElement<float> {
+    static constexpr u32 BYTES = 2;
+    static constexpr u32 UNIT = BYTES;
+    static __device__ __forceinline__ Wide widen(u64 bits) {
+        return float_of(static_cast<u32>(bits) << 16);
+    }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return float_to_bfloat(value); }
+};
+
+template <>
+struct Element<float> : FloatElement<float> {
+    static constexpr u32 BYTES = 4;
+    static constexpr u32 UNIT = BYTES;
+    static __device__ __forceinline__ Wide widen(u64 bits) {
+        return float_of(static_cast<u32>(bits));
+    }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return bits_of(value); }
+};
+
+template <>
+struct Element<double> : FloatElement<double> {
+    static constexpr u32 BYTES = 8;
+    static constexpr u32 UNIT = BYTES;
+    static __device__ __forceinline__ Wide widen(u64 bits) { return double_of(bits); }
+    static __device__ __forceinline__ u64 narrow(Wide value) { return bits_of(value); }
+};
+
+template <class T>
+struct Element<Complex<T>> {
+    static constexpr u32 BYTES = 2 * sizeof(T);
+    static constexpr u32 UNIT = sizeof(T);
+    using Wide = Complex<T>;
+    static __device__ __forceinline__ Wide sum(Wide a, Wide b) {
+        return {a.real + b.real, a.imaginary + b.imaginary};
+    }
+    static __device__ __forceinline__ Wide prod(Wide a, Wide b) {
+        return {product(a.real, b.real) - product(a.imaginary, b.imaginary),
+                product(a.real, b.imaginary) + product(a.imaginary, b.real)};
+    }
+    static __device__ __forceinline__ Wide avg(Wide sum, u32 by) {
+        return {sum.real / static_cast<T>(by), sum.imaginary / static_cast<T>(by)};
+    }
+};
+
+// ---- From packs to elements and back. ----
+
+template <class E>
+static __device__ __forceinline__ typename Element<E>::Wide element_of(const Pack& pack,
+                                                                       u32 index) {
+    constexpr u32 BYTES = Element<E>::BYTES;
+    const u32 at = index * BYTES;
+    const u64 bits = (at < 8 ? pack.low : pack.high) >> (8 * (at % 8));
+    return Element<E>::widen(bits);
+}
+template <>
+__device__ __forceinline__ Complex<float> element_of<Complex<float>>(const Pack& pack, u32 index) {
+    const u64 bits = index == 0 ? pack.low : pack.high;
+    return {float_of(static_cast<u32>(bits)), float_of(static_cast<u32>(bits >> 32))};
+}
+template <>
+__device__ __forceinline__ Complex<double> element_of<Complex<double>>(const Pack& pack, u32) {
+    return {double_of(pack.low), double_of(pack.high)};
+}
+
+template <class E>
+static __device__ __forceinline__ void put(Pack& pack, u32 index, typename Element<E>::Wide value) {
+    constexpr u32 BYTES = Element<E>::BYTES;
+    constexpr u64 MASK = ~0ull >> (64 - 8 * BYTES);
+    const u32 at = index * BYTES;
+    const u64 bits = (Element<E>::narrow(value) & MASK) << (8 * (at % 8));
+    (at < 8 ? pack.low : pack.high) |= bits;
+}
+template <>
+__device__ __forceinline__ void put<Complex<float>>(Pack& pack, u32 index, Complex<float> value) {
+    (index == 0 ? pack.low : pack.high) =
+        bits_of(value.real) | static_cast<u64>(bits_of(value.imaginary)) << 32;
+}
+template <>
+__device__ __forceinline__ void put<Complex<double>>(Pack& pack, u32, Complex<double> value) {
+    pack.low = bits_of(value.real);
+    pack.high = bits_of(value.imaginary);
+}
+
+}  // namespace cupy_zc

@@ -1,0 +1,125 @@
+// Plain accesses of any alignment: packs from and to arrays, and copies.
+//
+// Contract
+//   weak      nothing here orders anything or may be polled. What a peer wrote is read after a
+//             barrier of negotiate.cuh, what it will read is written before one
+//   UNIT      bytes of the smallest part of an element (a complex number has two); addresses are
+//             multiples of it, and of nothing more
+//   bits      data that are moved only are never interpreted: -0.0, NaN and subnormals stay as they
+//             are
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cupy_zc {
+
+template <u32 BYTES>
+struct Unit;
+template <>
+struct Unit<1> {
+    using Type = u8;
+};
+template <>
+struct Unit<2> {
+    using Type = u16;
+};
+template <>
+struct Unit<4> {
+    using Type = u32;
+};
+template <>
+struct Unit<8> {
+    using Type = u64;
+};
+template <>
+struct Unit<16> {
+    using Type = Pack;
+};
+
+template <class T>
+static __device__ __forceinline__ T& memory(u64 address) {
+    return *reinterpret_cast<T*>(address);
+}
+
+// The first `units` parts of a pack, at most 16 / UNIT; the others are zero.
+template <u32 UNIT>
+static __device__ __forceinline__ Pack load_pack(u64 address, u32 units) {
+    using T = typename Unit<UNIT>::Type;
+    if (units >= 16 / UNIT && address % 8 == 0) {
+        return {memory<const u64>(address), memory<const u64>(address + 8)};
+    }
+    Pack pack = {0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 16 / UNIT; ++i) {
+        if (i < units) {
+            const u64 bits = memory<const T>(address + i * UNIT);
+            (i * UNIT < 8 ? pack.low : pack.high) |= bits << (8 * (i * UNIT % 8));
+        }
+    }
+    return pack;
+}
+
+template <u32 UNIT>
+static __device__ __forceinline__ void store_pack(u64 address, u32 units, const Pack& pack) {
+    using T = typename Unit<UNIT>::Type;
+    if (units >= 16 / UNIT && address % 8 == 0) {
+        memory<u64>(address) = pack.low;
+        memory<u64>(address + 8) = pack.high;
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 16 / UNIT; ++i) {
+        if (i < units) {
+            const u64 word = i * UNIT < 8 ? pack.low : pack.high;
+            memory<T>(address + i * UNIT) = static_cast<T>(word >> (8 * (i * UNIT % 8)));
+        }
+    }
+}
+
+// `bytes` in accesses of BYTES by all threads of the block, several in flight; gives what is done.
+template <u32 BYTES>
+static __device__ __forceinline__ u64 copy_units(u64 to, u64 from, u64 bytes) {
+    using T = typename Unit<BYTES>::Type;
+    constexpr u32 FLIGHT = 4;
+    const u64 units = bytes / BYTES, stride = blockDim.x;
+    u64 i = threadIdx.x;
+    for (; i + (FLIGHT - 1) * stride < units; i += FLIGHT * stride) {
+        T values[FLIGHT];
+#pragma unroll
+        for (u32 k = 0; k < FLIGHT; ++k) {
+            values[k] = memory<const T>(from + (i + k * stride) * BYTES);
+        }
+#pragma unroll
+        for (u32 k = 0; k < FLIGHT; ++k) {
+            memory<T>(to + (i + k * stride) * BYTES) = values[k];
+        }
+    }
+    for (; i < units; i += stride) {
+        memory<T>(to + i * BYTES) = memory<const T>(from + i * BYTES);
+    }
+    return units * BYTES;
+}
+
+// A copy by all threads of the block, as wide as both addresses allow.
+static __device__ __forceinline__ void copy(u64 to, u64 from, u64 bytes) {
+    if (to == from) {
+        return;
+    }
+    const u64 apart = to ^ from;
+    if (apart % 16 == 0) {
+        const u64 head = (16 - to % 16) % 16 < bytes ? (16 - to % 16) % 16 : bytes;
+        copy_units<1>(to, from, head);
+        const u64 done = head + copy_units<16>(to + head, from + head, bytes - head);
+        copy_units<1>(to + done, from + done, bytes - done);
+    } else if ((apart | to | bytes) % 8 == 0) {
+        copy_units<8>(to, from, bytes);
+    } else if ((apart | to | bytes) % 4 == 0) {
+        copy_units<4>(to, from, bytes);
+    } else if ((apart | to | bytes) % 2 == 0) {
+        copy_units<2>(to, from, bytes);
+    } else {
+        copy_units<1>(to, from, bytes);
+    }
+}
+
+}  // namespace cupy_zc

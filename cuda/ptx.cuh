@@ -1,0 +1,140 @@
+// Everything that is PTX, under names that say what is promised. No other file holds PTX.
+//
+// Contract
+//   *_relaxed   one access of the size of the type, neither torn nor cached; orders nothing
+//   *_release   all that this thread did before, and saw through a barrier, is visible to whoever
+//               sees the value with *_acquire. Scope: the whole system, peers and host included
+//   *_pair      two 8-byte words as one instruction; each word is whole, the pair need not be
+//   *_line      eight neighbouring lanes access one 128-byte line as one transaction. That it
+//               arrives whole is a property of the link (NVLink), which set-up must have tested
+//   spin        one turn of a wait; the waits themselves are in wait.cuh
+//
+// A host emulation supplies a header of this name in its place; nothing else differs there.
+#pragma once
+
+#include "types.cuh"
+
+#define CUPY_ZC_SHARED(type, name) __shared__ type name
+
+namespace cupy_zc {
+
+static __device__ __forceinline__ u64 load_relaxed(const u64* at) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ u64 load_acquire(const u64* at) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ void store_relaxed(u64* at, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+static __device__ __forceinline__ void store_release(u64* at, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+static __device__ __forceinline__ void store_release(u32* at, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+static __device__ __forceinline__ Pack load_pair(const u64* at) {
+    Pack pack;
+    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(pack.low), "=l"(pack.high)
+                 : "l"(at)
+                 : "memory");
+    return pack;
+}
+
+static __device__ __forceinline__ void store_pair(u64* at, Pack pack) {
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(pack.low),
+                 "l"(pack.high)
+                 : "memory");
+}
+
+// The eight lanes of the warp that this lane shares a line with.
+static __device__ __forceinline__ u32 line_mates() { return 0xffu << (threadIdx.x & 24u); }
+
+static __device__ __forceinline__ void store_line(u64* line, Pack pack) {
+    __syncwarp(line_mates());
+    store_pair(line + (threadIdx.x & 7u) * 2, pack);
+}
+
+static __device__ __forceinline__ Pack load_line(const u64* line) {
+    __syncwarp(line_mates());
+    return load_pair(line + (threadIdx.x & 7u) * 2);
+}
+
+// What the last of the eight lanes passes: it is the one that sees the flag of a line.
+static __device__ __forceinline__ u64 from_last_lane(u64 value) {
+    return __shfl_sync(line_mates(), value, 7, 8);
+}
+
+static __device__ __forceinline__ u64 atomic_add(u64* at, u64 value) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(at), "l"(value)
+                 : "memory");
+    return before;
+}
+
+// Sets a word that is 0, as the first of all; false where another was quicker.
+static __device__ __forceinline__ bool atomic_claim(u64* at, u64 value) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, %2;"
+                 : "=l"(before)
+                 : "l"(at), "l"(value)
+                 : "memory");
+    return before == 0;
+}
+
+static __device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+static __device__ __forceinline__ void spin(bool patient) {
+    if (patient) {
+        __nanosleep(200);
+    }
+}
+
+static __device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bits); }
+static __device__ __forceinline__ u32 bits_of(float value) { return __float_as_uint(value); }
+static __device__ __forceinline__ double double_of(u64 bits) {
+    return __longlong_as_double(static_cast<long long>(bits));
+}
+static __device__ __forceinline__ u64 bits_of(double value) {
+    return static_cast<u64>(__double_as_longlong(value));
+}
+
+// Products that the compiler may not fuse with an addition: results must not depend on its choice.
+static __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+static __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
+
+static __device__ __forceinline__ float half_to_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+static __device__ __forceinline__ u16 float_to_half(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+static __device__ __forceinline__ u16 float_to_bfloat(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+}  // namespace cupy_zc

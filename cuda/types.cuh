@@ -1,0 +1,111 @@
+// The values that a kernel is given, and where things are in a lane.
+//
+// Contract
+//   Args      the one argument of every kernel; the host fills it as bytes, so its layout is fixed
+//   lane      memory that every rank owns one of, at the same layout, zeroed before its first use,
+//             and mapped by all peers: call words, pads, low-latency buffers, scratch. Calls that
+//             share a lane are ordered by a stream on every rank, the same calls in the same order
+//   Location  where peers find an array: its arena and offset in a window, or STAGED
+//   arrays    an array is a matrix of `count` columns and one row, or one row for each rank, rows
+//             one after the other. Counts are elements, sizes and offsets are bytes
+//
+// Freestanding: no headers, compiles with NVRTC as C++17.
+#pragma once
+
+namespace cupy_zc {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the host counts on these");
+
+constexpr u32 MAX_RANKS = 8;
+constexpr u32 MAX_BLOCKS = 256;
+constexpr u32 EVERY_RANK = ~0u;  // Args::root where there is no root
+constexpr u64 STAGED = ~0ull;    // a Location that peers cannot reach
+
+enum Code : u32 { CODE_NONE = 0, CODE_TIMEOUT = 1, CODE_MISMATCH = 2 };
+
+// What went wrong first on a lane; in memory that the host reads. `code` is stored last (release).
+struct ErrorRecord {
+    u32 code;    // a Code
+    u32 rank;    // the rank that was waited for, or that called something else
+    u64 lane;    // Args::lane
+    u64 epoch;   // the number of the call on this lane, from 1
+    u64 detail;  // mismatch: the other rank's fingerprint; time-out: nanoseconds waited
+};
+static_assert(sizeof(ErrorRecord) == 32, "the host reads the record as 32 bytes");
+
+struct Args {
+    u64 input;  // address of the own input and output; 0 where the rank has none
+    u64 output;
+    u64 input_location;  // arena << 48 | offset, or STAGED
+    u64 output_location;
+    u64 count;        // elements of a row
+    u64 fingerprint;  // of all that ranks must agree on, grid and block included
+    u64 windows;      // address of u64[size][arenas]: bases of the windows as mapped here
+    u64 error;        // address of an ErrorRecord, zeroed by the host
+    u64 lane;         // number of the lane, for the record
+    u64 budget;       // nanoseconds that a wait may last
+    u64 ll128_lines;  // capacity of a low-latency buffer, for each peer and parity
+    u64 ll_packs;
+    u64 chunk;  // bytes of a scratch buffer: a multiple of 128, 128 for each row at least
+    u64 lanes[MAX_RANKS];  // address of every rank's lane as mapped here, the own one included
+    u32 rank;
+    u32 size;
+    u32 arenas;
+    u32 root;      // a rank or EVERY_RANK
+    u32 element;   // bytes of an element
+    u32 two_step;  // ll128: reduce-scatter and all-gather in place of one exchange
+};
+static_assert(sizeof(Args) == 192, "the host fills 192 bytes");
+static_assert(__is_trivially_copyable(Args), "the host fills it as bytes");
+
+// One 16-byte access: the unit in which data are moved and reduced.
+struct alignas(16) Pack {
+    u64 low, high;
+};
+static_assert(sizeof(Pack) == 16, "a pack is one vector access");
+
+// ---- Layout of a lane. Everything that a peer writes has exactly one writer. ----
+
+constexpr u64 WORD_BYTES = 64;    // what a rank says about a call: 3 words of 16 bytes, and padding
+constexpr u64 LINE_BYTES = 128;   // LL128
+constexpr u64 PACKET_BYTES = 32;  // LL: a pack as two packets
+
+__device__ constexpr u64 words_offset(u64 parity, u64 from) {
+    return (parity * MAX_RANKS + from) * WORD_BYTES;
+}
+
+constexpr u64 PADS = words_offset(2, 0);
+__device__ constexpr u64 pad_offset(u64 from, u64 block) {
+    return PADS + (from * MAX_BLOCKS + block) * 8;
+}
+
+constexpr u64 STATE = pad_offset(MAX_RANKS, 0);  // of the own lane only: calls, and a failure
+constexpr u64 LL128 = 32768;
+static_assert(STATE + 128 <= LL128, "the fixed part of a lane ends before the buffers");
+
+// A peer's buffers do not have a place for the rank itself.
+__device__ constexpr u64 seat(u32 from, u32 at) { return from < at ? from : from - 1; }
+
+__device__ constexpr u64 ll128_offset(u32 size, u64 lines, u64 parity, u64 place) {
+    return LL128 + (parity * (size - 1) + place) * lines * LINE_BYTES;
+}
+__device__ constexpr u64 ll_offset(u32 size, u64 lines, u64 packs, u64 parity, u64 place) {
+    return ll128_offset(size, lines, 2, 0) + (parity * (size - 1) + place) * packs * PACKET_BYTES;
+}
+__device__ constexpr u64 scratch_offset(u32 size, u64 lines, u64 packs, u64 chunk, u64 which) {
+    return ll_offset(size, lines, packs, 2, 0) +
+           which * chunk;  // input 0, input 1, output 0, output 1
+}
+__device__ constexpr u64 lane_bytes(u32 size, u64 lines, u64 packs, u64 chunk) {
+    return scratch_offset(size, lines, packs, chunk, 4);
+}
+static_assert(lane_bytes(2, 0, 0, 0) == LL128, "two ranks and no buffers: the fixed part alone");
+static_assert(lane_bytes(8, 2, 1, 128) == LL128 + 2 * 7 * (256 + 32) + 512,
+              "as the host counts it");
+
+}  // namespace cupy_zc

@@ -1,0 +1,147 @@
+// Calls are numbered, waits are bounded, and the first thing that goes wrong is told to the host.
+//
+// Contract
+//   begin     gives all threads of a block the number of this call on the lane (its epoch, from 1),
+//             or 0 where an earlier call failed: then the kernel returns at once. Every block adds
+//             one ticket to the lane's state word, in one atomic addition that also reads the
+//             epoch, so no block can see a torn state; the block whose ticket is the last of the
+//             grid turns the tickets into the next epoch, after all have read this one. The epoch
+//             lives in device memory and only kernels advance it, so replaying a graph is like
+//             calling again
+//   Watch     one wait. `over` is asked after each poll that found nothing. It reads the clock now
+//             and then only; after PATIENCE it looks whether a peer announced another call, and
+//             whether another block already failed; after the budget it reports a time-out, naming
+//             a rank that did not announce this call where there is one, else the one waited for
+//   report    the first to note the call that failed writes the record: fields, then the code,
+//             which is a release at system scope. Later failures of the lane write nothing. The
+//             other blocks of a call that fails still run, for their peers must hear what was
+//             called
+//   order     both words of the state are touched by kernels of the own rank only: relaxed
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cupy_zc {
+
+constexpr u64 PATIENCE = 1000000;  // nanoseconds until a wait asks why
+constexpr u32 POLLS = 64;          // polls between two looks at the clock
+constexpr u64 TICKET_BITS = 16;
+static_assert(MAX_BLOCKS < (1u << TICKET_BITS), "tickets do not run into the epoch");
+
+static __device__ __forceinline__ u64* words_of(const Args& args, u32 at, u64 epoch, u32 from) {
+    return reinterpret_cast<u64*>(args.lanes[at] + words_offset(epoch & 1, from));
+}
+
+static __device__ __forceinline__ u64* state_of(const Args& args) {
+    return reinterpret_cast<u64*>(args.lanes[args.rank] + STATE);
+}
+
+// The number of the call that failed, 0 for none.
+static __device__ __forceinline__ u64* failure_of(const Args& args) { return state_of(args) + 8; }
+
+static __device__ __forceinline__ u64 begin(const Args& args) {
+    CUPY_ZC_SHARED(u64, epoch);
+    if (threadIdx.x == 0) {
+        const u64 failed = load_relaxed(failure_of(args));
+        const u64 state = atomic_add(state_of(args), 1);
+        const u64 tickets = (state & ((1ull << TICKET_BITS) - 1)) + 1;
+        if (tickets == gridDim.x) {
+            atomic_add(state_of(args), (1ull << TICKET_BITS) - tickets);
+        }
+        const u64 number = (state >> TICKET_BITS) + 1;
+        epoch = failed != 0 && failed != number ? 0 : number;
+    }
+    __syncthreads();
+    return epoch;
+}
+
+static __device__ __forceinline__ void report(const Args& args, u64 epoch, Code code, u32 rank,
+                                              u64 detail) {
+    if (!atomic_claim(failure_of(args), epoch)) {
+        return;
+    }
+    ErrorRecord* const record = reinterpret_cast<ErrorRecord*>(args.error);
+    record->rank = rank;
+    record->lane = args.lane;
+    record->epoch = epoch;
+    record->detail = detail;
+    store_release(&record->code, static_cast<u32>(code));
+}
+
+// A word carries the low half of the epoch in each of its halves, so that neither order nor tearing
+// of the halves matters: {data low, epoch low, data high, epoch low}.
+static __device__ __forceinline__ u64 half_word(u64 data, u32 half, u64 epoch) {
+    return ((data >> (32 * half)) & 0xffffffffu) | (epoch << 32);
+}
+static __device__ __forceinline__ bool is_of(u64 half, u64 epoch) {
+    return ((half ^ (epoch << 32)) >> 32) == 0;
+}
+static __device__ __forceinline__ u64 whole_word(u64 low, u64 high) {
+    return (low & 0xffffffffu) | (high << 32);
+}
+
+// Whether a peer announced a call of this number at all.
+static __device__ __forceinline__ bool came(const Args& args, u64 epoch, u32 peer) {
+    const u64* const word = words_of(args, args.rank, epoch, peer);
+    return is_of(load_relaxed(word), epoch) && is_of(load_relaxed(word + 1), epoch);
+}
+
+// Whether a peer announced another call under this number. Reports it.
+static __device__ __forceinline__ bool differs(const Args& args, u64 epoch, u32 peer) {
+    const u64* const word = words_of(args, args.rank, epoch, peer);
+    const u64 low = load_relaxed(word), high = load_relaxed(word + 1);
+    const u64 theirs = whole_word(low, high);
+    if (!is_of(low, epoch) || !is_of(high, epoch) || theirs == args.fingerprint) {
+        return false;
+    }
+    report(args, epoch, CODE_MISMATCH, peer, theirs);
+    return true;
+}
+
+class Watch {
+   public:
+    // After a poll that found nothing: true once the wait for `peer` has failed, and is reported.
+    __device__ __forceinline__ bool over(const Args& args, u64 epoch, u32 peer) {
+        spin(patient_);
+        if (++polls_ % (patient_ ? 1 : POLLS) != 0) {
+            return false;
+        }
+        const u64 now = nanoseconds();
+        if (started_ == 0) {
+            started_ = now;
+        }
+        // The timers of two multiprocessors, or a thread that moved, may differ by a little.
+        const u64 waited = now > started_ ? now - started_ : 0;
+        if (waited >= args.budget) {
+            report(args, epoch, CODE_TIMEOUT, culprit(args, epoch, peer), waited);
+            return true;
+        }
+        if (waited < PATIENCE) {
+            return false;
+        }
+        patient_ = true;
+        for (u32 other = 0; other < args.size; ++other) {
+            if (other != args.rank && differs(args, epoch, other)) {
+                return true;
+            }
+        }
+        return load_relaxed(failure_of(args)) != 0;
+    }
+
+   private:
+    // The peer waited for may itself be waiting: a rank that did not even come is the one to name.
+    static __device__ __forceinline__ u32 culprit(const Args& args, u64 epoch, u32 peer) {
+        for (u32 other = 0; other < args.size; ++other) {
+            if (other != args.rank && !came(args, epoch, other)) {
+                return other;
+            }
+        }
+        return peer;
+    }
+
+    u64 started_ = 0;
+    u32 polls_ = 0;
+    bool patient_ = false;
+};
+
+}  // namespace cupy_zc

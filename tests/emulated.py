@@ -1,0 +1,299 @@
+"""Compiles the kernels for the host and runs launches on them: what the emulation's tests share."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import select
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = {
+    name: number
+    for number, name in enumerate(
+        ("ll128", "ll", "two_shot", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
+         "scatter", "gather", "barrier")
+    )
+}  # fmt: skip
+EVERY_RANK = (1 << 32) - 1
+TIMEOUT, MISMATCH = 1, 2
+GUARD = 64
+POISON = 0xA5
+
+COMMON = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-pthread"]
+FIBERS = ["-O1"]
+#: ThreadSanitizer, which needs real threads; one type and operation keep the compilation short.
+SANITIZED = ["-O1", "-g", "-fsanitize=thread", "-DEMULATION_THREADS", "-DEMULATION_SMALL"]
+SMALL = ["-O1", "-DEMULATION_SMALL"]
+
+
+def compiler() -> str:
+    """The C++ compiler to use."""
+    return os.environ.get("CXX", "g++")
+
+
+def build_directory(config: pytest.Config) -> Path:
+    """Where builds are kept from run to run; without a compiler, the test is skipped."""
+    if shutil.which(compiler()) is None:
+        pytest.skip(f"needs a C++ compiler with the ucontext calls; there is no {compiler()}")
+    assert config.cache is not None
+    place = config.cache.mkdir("emulation")
+    forget_old_builds(place)
+    return place
+
+
+def forget_old_builds(cache: Path, seconds: float = 86400.0) -> None:
+    """Remove what no run of the last day has used."""
+    for entry in cache.iterdir():
+        if entry.stat().st_mtime > time.time() - seconds:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)  # another run may be at it
+        else:
+            entry.unlink(missing_ok=True)
+
+
+class CompileError(AssertionError):
+    """The kernels do not compile for the host."""
+
+
+def build(
+    cache: Path, flags: Sequence[str], mutate: Callable[[str, str], str] | None = None
+) -> Path:
+    """The emulation as a program; compiled only where these very sources never were.
+
+    Args:
+        cache: A directory that outlives the test run.
+        flags: Compiler options of this build.
+        mutate: Given the name and text of each kernel source, its text to compile.
+    """
+    sources: dict[str, str] = {}
+    for path in sorted([*(ROOT / "cuda").glob("*.cu*"), *(ROOT / "tests/emulation").iterdir()]):
+        sources[path.name] = path.read_text()  # the emulation's ptx.cuh comes later, and stays
+    if mutate is not None:
+        sources = {name: mutate(name, text) for name, text in sources.items()}
+    key = hashlib.sha256(repr((sources, COMMON, flags, compiler())).encode()).hexdigest()[:20]
+    place = cache / key
+    program = place / "emulation"
+    if program.exists():
+        os.utime(place)
+        return program
+    work = cache / f"{key}.{os.getpid()}"
+    work.mkdir(parents=True)
+    for name, text in sources.items():
+        (work / name).write_text(text)
+
+    def compiled(unit: tuple[str, int]) -> str:
+        source, part = unit
+        output = f"{source}.{part}.o"
+        command = [compiler(), *COMMON, *flags, "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+        command += [f"-DSLICE={part}", "-c", source, "-o", output]
+        call(command)
+        return output
+
+    def call(command: list[str]) -> None:
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
+        if done.returncode or "warning:" in done.stderr:
+            raise CompileError(done.stderr[:4000])
+
+    def driver() -> str:
+        """The one object that a change of a kernel leaves as it is."""
+        needed = [sources[name] for name in ("driver.cpp", "runtime.h", "table.h", "types.cuh")]
+        key = hashlib.sha256(repr((needed, COMMON, flags, compiler())).encode()).hexdigest()[:20]
+        output = cache / f"driver-{key}.o"
+        if not output.exists():
+            (work / compiled(("driver.cpp", 0))).rename(output)
+        return str(output)
+
+    parts = (3,) if "-DEMULATION_SMALL" in flags else (0, 2, 3, 1)
+    with ThreadPoolExecutor(2) as workers:
+        linked = workers.submit(driver)
+        objects = [*workers.map(compiled, [("kernels.cpp", part) for part in parts])]
+        objects.append(linked.result())
+    call([compiler(), *COMMON, *flags, *objects, "-o", "emulation"])
+    try:
+        work.rename(place)
+    except OSError:  # another run was quicker
+        shutil.rmtree(work)
+    return program
+
+
+@dataclass
+class Rank:
+    """What one rank passes, and where its arrays are."""
+
+    #: Of shape (repeats, rows, count).
+    input: np.ndarray[Any, Any] = field(repr=False)
+    kernel: str = ""
+    registered_input: bool = True
+    registered_output: bool = True
+    absent: bool = False
+    #: "input in output" or "output in input", at a row.
+    in_place: str = ""
+    row: int = 0
+    input_skew: int = 0
+    output_skew: int = 0
+    fingerprint: int = 0x1234_5678_9ABC_DEF0
+
+
+@dataclass
+class Launch:
+    """What all ranks share. Every rank calls once for each of its inputs, without a pause."""
+
+    kernel: str
+    ranks: list[Rank]
+    input_rows: int = 1
+    output_rows: int = 1
+    element: int = 11
+    operation: int = 0
+    blocks: int = 2
+    threads: int = 32
+    root: int = EVERY_RANK
+    two_step: bool = False
+    fresh: bool = True
+    #: Nanoseconds: of the virtual clock, or the real one with threads.
+    budget: int = 10**12
+    chunk: int = 8192
+    lines: int = 128
+    packs: int = 512
+    #: The number of calls the lanes have seen, where they are fresh.
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has after a launch; arrays of shape (repeats, rows, count)."""
+
+    code: int
+    rank: int
+    lane: int
+    epoch: int
+    detail: int
+    input: np.ndarray[Any, Any]
+    output: np.ndarray[Any, Any]
+    #: The bytes around the output; None where the output lies in the input.
+    guards: bytes | None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was written to an output that is not in place."""
+        return set(self.output.tobytes()) <= {POISON}
+
+
+@dataclass
+class Emulation:
+    """A running emulation; use as a context manager."""
+
+    program: Path
+    patience: float = 60.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Emulation:
+        self._seeds = itertools.count()
+        self._process = subprocess.Popen(
+            [self.program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **self.environment},
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        process = self._process
+        if kind is not None:
+            process.kill()
+        process.communicate(timeout=30)
+
+    def run(self, launch: Launch) -> list[Outcome]:
+        """Run one launch; what every rank has afterwards."""
+        size = len(launch.ranks)
+        dtype = launch.ranks[0].input.dtype
+        repeats = len(launch.ranks[0].input)
+        message = [
+            struct.pack(
+                "<12I6Q", launch.operation, launch.element, dtype.itemsize, size, launch.blocks,
+                launch.threads, launch.root, launch.two_step, launch.fresh, launch.input_rows,
+                launch.output_rows, repeats, launch.budget, launch.chunk, launch.lines,
+                launch.packs, next(self._seeds), launch.epoch,
+            )
+        ]  # fmt: skip
+        for rank in launch.ranks:
+            registered = rank.registered_input | rank.registered_output << 1
+            in_place = ("", "input in output", "output in input").index(rank.in_place)
+            count = rank.input.shape[2]
+            assert rank.input.shape == (repeats, launch.input_rows, count)
+            message += [
+                struct.pack(
+                    "<8I2Q", KERNELS[rank.kernel or launch.kernel], registered, rank.absent,
+                    in_place, rank.row, rank.input_skew, rank.output_skew, 0, count,
+                    rank.fingerprint,
+                ),
+                np.ascontiguousarray(rank.input).tobytes(),
+            ]  # fmt: skip
+        deadline = time.monotonic() + self.patience
+        self._write(b"".join(message))
+        outcomes = []
+        for rank in launch.ranks:
+            row = rank.input.shape[2] * dtype.itemsize
+            code, culprit, lane, epoch, detail = struct.unpack("<2I3Q", self._read(32, deadline))
+            inputs, outputs, guards = b"", b"", b""
+            for _ in range(repeats):
+                inputs += self._read(row * launch.input_rows, deadline)
+                framed = self._read(row * launch.output_rows + 2 * GUARD, deadline)
+                outputs += framed[GUARD:-GUARD]
+                guards += framed[:GUARD] + framed[-GUARD:]
+            outcomes.append(
+                Outcome(
+                    code, culprit, lane, epoch, detail,
+                    np.frombuffer(inputs, dtype).reshape(repeats, launch.input_rows, -1),
+                    np.frombuffer(outputs, dtype).reshape(repeats, launch.output_rows, -1),
+                    None if rank.in_place == "output in input" else guards,
+                )
+            )  # fmt: skip
+        return outcomes
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._process.stdin.write(data)  # type: ignore[union-attr]
+        except BrokenPipeError:
+            raise AssertionError(self._ended()) from None
+
+    def _ended(self) -> str:
+        self._process.kill()
+        _, errors = self._process.communicate(timeout=30)
+        return f"the emulation ended: {errors.decode(errors='replace')[:3000]}"
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        stream = self._process.stdout
+        assert stream is not None
+        parts, left = [], size
+        while left:
+            ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"no answer in {self.patience} s; {self._ended()}")
+            part = stream.read(left)
+            if not part:
+                raise AssertionError(self._ended())
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)

@@ -1,0 +1,104 @@
+// Stands in for cuda/ptx.cuh on the host: the same names, the same promises, nothing more.
+//
+// A line is one access of eight lanes: whoever comes last makes it. Its words are relaxed atomics,
+// stored with the flag last and loaded with the flag first, which on the host's memory model is
+// "whole if the flag is there", and orders nothing in the eyes of ThreadSanitizer, as on the
+// device.
+#pragma once
+
+#include "runtime.h"
+#include "types.cuh"
+
+#define CUPY_ZC_SHARED(type, name)    \
+    static const char name##_key = 0; \
+    type& name = ::emulation::shared<type>(&name##_key)
+
+namespace cupy_zc {
+
+inline u64 load_relaxed(const u64* at) {
+    emulation::perhaps_yield();
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+inline u64 load_acquire(const u64* at) {
+    emulation::perhaps_yield();
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+inline void store_relaxed(u64* at, u64 value) {
+    emulation::perhaps_yield();
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+inline void store_release(u64* at, u64 value) {
+    emulation::perhaps_yield();
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+inline void store_release(u32* at, u32 value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+
+// Whole words, but not a whole pair: another thread may run in between.
+inline Pack load_pair(const u64* at) {
+    const u64 low = load_relaxed(at);
+    return {low, load_relaxed(at + 1)};
+}
+inline void store_pair(u64* at, Pack pack) {
+    store_relaxed(at, pack.low);
+    store_relaxed(at + 1, pack.high);
+}
+
+inline void store_line(u64* line, Pack pack) {
+    emulation::perhaps_yield();
+    emulation::eight(pack.low, pack.high, [line](uint64_t* in, uint64_t*) {
+        for (int i = 0; i < 16; ++i) {
+            __atomic_store_n(line + i, in[i], __ATOMIC_RELAXED);
+        }
+    });
+}
+inline Pack load_line(const u64* line) {
+    emulation::perhaps_yield();
+    const uint64_t* const mine = emulation::eight(0, 0, [line](uint64_t*, uint64_t* out) {
+        for (int i = 15; i >= 0; --i) {
+            out[i] = __atomic_load_n(line + i, __ATOMIC_RELAXED);
+        }
+    });
+    return {mine[0], mine[1]};
+}
+inline u64 from_last_lane(u64 value) {
+    return *emulation::eight(value, 0, [](uint64_t* in, uint64_t* out) {
+        for (int i = 0; i < 8; ++i) {
+            out[i * 2] = in[14];
+        }
+    });
+}
+
+inline u64 atomic_add(u64* at, u64 value) {
+    emulation::perhaps_yield();
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
+inline bool atomic_claim(u64* at, u64 value) {
+    u64 none = 0;
+    return __atomic_compare_exchange_n(at, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+
+inline u64 nanoseconds() { return emulation::now(); }
+inline void spin(bool) { emulation::yield(); }
+
+template <class To, class From>
+inline To same_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits are kept, all of them");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+inline float float_of(u32 bits) { return same_bits<float>(bits); }
+inline u32 bits_of(float value) { return same_bits<u32>(value); }
+inline double double_of(u64 bits) { return same_bits<double>(bits); }
+inline u64 bits_of(double value) { return same_bits<u64>(value); }
+inline float product(float a, float b) { return a * b; }
+inline double product(double a, double b) { return a * b; }
+
+inline float half_to_float(u16 bits) { return static_cast<float>(same_bits<_Float16>(bits)); }
+inline u16 float_to_half(float value) { return same_bits<u16>(static_cast<_Float16>(value)); }
+inline u16 float_to_bfloat(float value) {  // to nearest, ties to even; NaN as the device has it
+    const u32 bits = bits_of(value);
+    return value != value ? 0x7fff : static_cast<u16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace cupy_zc

@@ -1,0 +1,175 @@
+"""The orders the kernels rely on: under ThreadSanitizer, and with one of them taken away.
+
+What is taken away must be noticed, by ThreadSanitizer or by results; so these tests can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulated import (
+    MISMATCH,
+    SANITIZED,
+    SMALL,
+    CompileError,
+    Emulation,
+    Launch,
+    build,
+    build_directory,
+    forget_old_builds,
+)
+from emulated_cases import FLOAT32, MOVING, REDUCING, check, launch_of, odd_launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cache(request: pytest.FixtureRequest) -> Path:
+    return build_directory(request.config)
+
+
+TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+
+
+def staged(case: str, size: int, *, registered: bool) -> Launch:
+    launch = launch_of(np.random.default_rng(6), case, size, FLOAT32, count=77, repeats=4)
+    launch.blocks, launch.threads, launch.chunk = 1, 32, 128 * size
+    for rank in launch.ranks:
+        rank.in_place, rank.row = "", 0
+        rank.registered_input = rank.registered_output = registered
+    return launch
+
+
+def exercise(program: Path, cases: tuple[str, ...], *, threads: bool) -> None:
+    """A few launches that together need every order that the protocols rely on."""
+    with Emulation(program, environment=TSAN if threads else {}) as running:
+        for case in cases:
+            for size, registered in ((2, False), (2, True), (3, False)):
+                for _ in range(1 if threads else 30):
+                    launch = staged(case, size, registered=registered)
+                    launch.budget = 20 * 10**9 if threads else 50 * 10**6
+                    check(launch, running.run(launch))
+        if not threads:
+            for case in cases:
+                outcomes = running.run(odd_launch(case, 3, 1))
+                assert all(each.untouched and each.code == MISMATCH for each in outcomes)
+
+
+@pytest.mark.parametrize("case", REDUCING + MOVING)
+def test_thread_sanitizer_sees_every_access_ordered(cache: Path, case: str) -> None:
+    exercise(build(cache, SANITIZED), (case,), threads=True)
+
+
+#: What is taken away: (file, from, to, the cases that must notice, on real threads or fibers).
+MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
+    "release of a meeting": (
+        "negotiate.cuh", "store_release(theirs", "store_relaxed(theirs", ("two_shot",), True),
+    "acquire of a meeting": (
+        "negotiate.cuh", "load_acquire(mine)", "load_relaxed(mine)", ("two_shot",), True),
+    "release of an announcement": (
+        "negotiate.cuh", "store_release(words", "store_relaxed(words", ("two_shot",), True),
+    "acquire of an announcement": (
+        "negotiate.cuh", "load_acquire(words", "load_relaxed(words", ("two_shot",), True),
+    "last meeting": (
+        "exchange.cuh", "chunk + 1);\n        }\n        if (!meet(args, epoch, ++step))",
+        "chunk + 1);\n        }\n        if (false)", ("two_shot", "all_gather"), False),
+    "meeting after the first fill": (
+        "exchange.cuh", "fill(0);\n        if (!meet(args, epoch, ++step))",
+        "fill(0);\n        if (false)", ("two_shot",), False),
+    "advance of the epoch": (
+        "wait.cuh", "(1ull << TICKET_BITS) - tickets", "0 - tickets", ("ll128", "ll"), False),
+    "second buffer of lines": (
+        "lines.cuh", "epoch_ & 1", "epoch_ & 0", ("ll128",), False),
+    "second buffer of packets": (
+        "ll.cu", "epoch & 1", "epoch & 0", ("ll",), False),
+    "second place of words": (
+        "wait.cuh", "words_offset(epoch & 1", "words_offset(epoch & 0", ("ll",), False),
+    "flag of a line": (
+        "lines.cuh", "packs[rank].high != flag_", "false", ("ll128",), False),
+    "flag of a packet": (
+        "ll.cu", "is_of(high.high, epoch)", "true", ("ll",), False),
+    "fingerprint in a flag": (
+        "lines.cuh", "args_.fingerprint & 0xffffff", "0", ("ll128",), False),
+    "comparison of fingerprints": (
+        "negotiate.cuh", "agreed && !differs(args, epoch, peer)", "agreed", ("two_shot", "ll"),
+        False),
+    "double scratch": (
+        "exchange.cuh", "chunk & 1,", "0,", ("two_shot",), False),
+}  # fmt: skip
+
+
+def mutant(file: str, old: str, new: str) -> Callable[[str, str], str]:
+    def mutate(name: str, text: str) -> str:
+        if name != file:
+            return text
+        assert old in text, f"{file} no longer has {old!r}: mend the mutation"
+        return text.replace(old, new)
+
+    return mutate
+
+
+def noticed(cache: Path, name: str) -> str:
+    """What the checks say with a mutation in place; empty where they do not notice."""
+    file, old, new, cases, threads = MUTATIONS[name]
+    flags = SANITIZED if threads else SMALL
+    program = build(cache, flags, mutant(file, old, new))
+    try:
+        exercise(program, cases, threads=threads)
+    except CompileError:
+        raise
+    except AssertionError as failure:
+        return str(failure) or "failed"
+    return ""
+
+
+def test_nothing_is_noticed_where_nothing_was_taken_away(cache: Path) -> None:
+    exercise(build(cache, SMALL), ("ll128", "ll", "two_shot", "all_gather"), threads=False)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_taking_away_a_part_of_the_protocol_is_noticed(cache: Path, name: str) -> None:
+    said = noticed(cache, name)
+    assert said, f"without the {name}, everything still passed"
+    if MUTATIONS[name][-1]:
+        assert "data race" in said
+
+
+def test_a_barrier_that_some_threads_never_reach_ends_the_emulation(cache: Path) -> None:
+    once = mutant("barrier.cu", "agree(args", "threadIdx.x == 0 && agree(args")
+    with (
+        pytest.raises(AssertionError, match="others never reach"),
+        Emulation(build(cache, SMALL, once)) as running,
+    ):
+        running.run(odd_launch("barrier", 2, 0))
+
+
+def test_a_kernel_that_does_not_compile_is_told_with_the_compiler_s_words(cache: Path) -> None:
+    with pytest.raises(CompileError, match="undeclared_name"):
+        build(cache, SMALL, mutant("barrier.cu", "agree(args", "undeclared_name(args"))
+
+
+def test_an_emulation_that_does_not_answer_is_ended(cache: Path) -> None:
+    launch = odd_launch("barrier", 2, 0)
+    launch.ranks[0].absent, launch.budget = True, 1 << 62
+    with (
+        pytest.raises(AssertionError, match=r"no answer in 0\.2 s"),
+        Emulation(build(cache, SMALL), patience=0.2) as running,
+    ):
+        running.run(launch)
+
+
+def test_builds_that_no_run_used_for_a_day_are_forgotten(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "emulation").touch()
+        (tmp_path / f"{name}.o").touch()
+    long_ago = time.time() - 90000
+    for name in ("old", "old.o"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    forget_old_builds(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "new.o"]
