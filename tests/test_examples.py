@@ -145,4 +145,4 @@ def test_the_snippet_of_the_page_runs(tmp_path):
     (tmp_path / "snippet.py").write_text(snippet)
     result = run(str(tmp_path / "snippet.py"), ranks=2, folder=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.split() == ["True", "True"]
+    assert "".join(result.stdout.split()) == "TrueTrue"  # the ranks' lines may run into each other

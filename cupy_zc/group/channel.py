@@ -28,7 +28,13 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError, InvalidTypeError, InvalidValueError, MismatchError
+from ..errors import (
+    ClosedError,
+    InvalidTypeError,
+    InvalidValueError,
+    MismatchError,
+    PeerTimeoutError,
+)
 from .agreement import vote
 from .bootstrap import MAX_PAYLOAD, Bootstrap
 from .identity import Topology
@@ -324,7 +330,8 @@ class Channel:
 
     def _abort(self, error: BaseException, torn: Collection[int] = ()) -> None:
         """Close after a failure, telling each peer why if its stream is between two messages."""
-        label = Label(Kind.ABORT, self._step, type(error).__name__)
+        missed = error.ranks if isinstance(error, PeerTimeoutError) else ()
+        label = Label(Kind.ABORT, self._step, " ".join([type(error).__name__, *map(str, missed)]))
         self._streams.farewell(label, shorten(str(error), _LONGEST_REASON), torn)
         self.close()
 

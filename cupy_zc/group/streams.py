@@ -97,7 +97,7 @@ class Streams:
         if inbound is None:
             return selectors.EVENT_READ
         if inbound.kind is Kind.ABORT:
-            raise _aborted(wait.what, inbound)
+            raise _aborted(wait.what, inbound, self.peers)
         received[rank] = inbound
         return 0
 
@@ -106,7 +106,7 @@ class Streams:
         try:
             while (inbound := self._inbox.take(rank, self._sockets[rank], None)) is not None:
                 if inbound.kind is Kind.ABORT:
-                    return _aborted(wait.what, inbound)
+                    return _aborted(wait.what, inbound, self.peers)
                 inbound.close()
         except ConnectionError:
             pass  # the end of what it sent
@@ -159,11 +159,18 @@ class Streams:
             connection.close()
 
 
-def _aborted(what: str, incoming: Inbound) -> Error:
-    """The error for a peer that gave up: of its own kind where that is known to be shared."""
+def _aborted(what: str, incoming: Inbound, peers: Collection[int]) -> Error:
+    """The error for a peer that gave up: of its own kind where that is known to be shared.
+
+    A peer that gave up because it missed other ranks is not the cause; those ranks are named then.
+    """
     label = incoming.label
     assert label is not None
     reason = incoming.payload.decode(errors="replace")
-    if label.tag == MismatchError.__name__:
+    kind, *missed = label.tag.split()
+    if kind == MismatchError.__name__:
         return MismatchError(f"{what}: rank {incoming.rank} gave up: {reason}")
-    return gone(what, [incoming.rank], f"it gave up with {label.tag}: {reason}")
+    error = gone(what, [incoming.rank], f"it gave up with {kind}: {reason}")
+    causes = tuple(rank for rank in map(int, missed) if rank in peers)
+    error.ranks = causes or error.ranks
+    return error
