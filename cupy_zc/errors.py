@@ -39,13 +39,17 @@ __all__ = [
 ]
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 160  # a layout, with shape and strides, fits
+
+
 def _show(value: object) -> str:
     """A value in a few words. The repr of a device array would copy it, and wait for the device."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         kind = type(value)
         name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
         return f"<{name} of shape {value.shape} and dtype {value.dtype}>"
-    return reprlib.repr(value)
+    return _short.repr(value)
 
 
 class Error(Exception):

@@ -13,6 +13,7 @@ from cupyx.scipy import sparse
 
 import cupy_zc
 from cupy_zc import Communicator, InvalidTypeError, InvalidValueError
+from cupy_zc.driver.host import HostDriver
 
 
 class Rank:
@@ -239,3 +240,54 @@ def test_outputs_may_be_longer_than_needed_and_stay_as_they_are_there() -> None:
             return cupy_zc.asnumpy(taken).tolist()
 
         assert work.run(comms, body) == [[3, 3, 3, 3, 1, 1, 2, 2, 7]] * 2
+
+
+def test_sending_to_oneself_does_not_change_the_order_of_elements(rank: Rank) -> None:
+    """Ends: send_recv to the own rank taking a C array for a Fortran one in silence."""
+    given, taken = rank.make((2, 3), "i4"), rank.make((2, 3), "i4", "F")
+    cupy_zc.copyto(taken, 7)
+    _refused(
+        InvalidValueError,
+        "send_recv",
+        "6 elements of int32 in Fortran order.*sends to itself",
+        lambda: rank.comm.send_recv(given, taken, 1),
+    )
+    assert (cupy_zc.asnumpy(taken) == 7).all()
+
+
+@pytest.mark.parametrize("op", [np.array(["sum", "x"]), None, 3, ["sum"]], ids=repr)
+def test_an_operation_that_is_no_text_is_refused_and_not_compared(rank: Rank, op: Any) -> None:
+    """Ends: an array as operation raising whatever its comparison raises."""
+    array = rank.make(6)
+    for wrong in (op, array):
+        _refused(
+            InvalidValueError,
+            "all_reduce",
+            "op=.*'sum'",
+            lambda wrong=wrong: rank.comm.all_reduce(array, array, wrong),
+        )
+
+
+def test_a_stream_that_cannot_be_used_is_refused_with_call_and_rank() -> None:
+    """Ends: a stream of another device being used, and stream errors that name no rank."""
+    driver = HostDriver(granularity=1 << 12, devices=2, memory=1 << 34)
+    with work.communicators(1, driver=driver) as (comm,):
+        array = comm.zeros(6, "f4")
+        with driver.use_device(1):
+            elsewhere = driver.make_stream()
+        named = r"Communicator\.all_reduce \(rank 0 of 1\): .*stream"
+        with pytest.raises(InvalidValueError, match=f"(?s){named}.*device 0"):
+            comm.all_reduce(array, array, stream=elsewhere)
+        with pytest.raises(InvalidTypeError, match=named):
+            comm.all_reduce(array, array, stream="s7")
+        comm.all_reduce(array, array, stream=driver.make_stream())
+
+
+def test_a_layout_is_shown_whole(rank: Rank) -> None:
+    array = rank.make((64, 64, 64))[:, ::2, ::2]
+    _refused(
+        InvalidValueError,
+        "all_reduce",
+        r"shape \(64, 32, 32\), strides \(16384, 512, 8\)",
+        lambda: rank.comm.all_reduce(array, array),
+    )

@@ -188,8 +188,7 @@ class Calls(ABC):
         peer = self._checker.rank_of(call, "peer", peer)
         given = self._parcel(call, "in_array", in_array)
         taken = self._parcel(call, "out_array", out_array)
-        same = (given.code, given.elements) == (taken.code, taken.elements)
-        if peer == self._checker.rank and not same:
+        if peer == self._checker.rank and given.kind != taken.kind:
             raise InvalidValueError(
                 self._checker.name(call), "out_array", str(taken),
                 f"{given}, which this rank sends to itself",

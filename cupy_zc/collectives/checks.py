@@ -91,7 +91,7 @@ class Checker:
 
     def reduction(self, call: str, op: Any, info: ArrayInfo) -> int:
         """The number of a reduction that the dtype knows."""
-        if op not in REDUCTIONS:
+        if not isinstance(op, str) or op not in REDUCTIONS:  # an array would be compared
             allowed = f"one of {', '.join(map(repr, REDUCTIONS))}"
             raise InvalidValueError(self.name(call), "op", op, allowed)
         instead = refuse_reduction(info.dtype, op)

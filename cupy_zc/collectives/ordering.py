@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..driver.api import Driver
-from ..errors import ClosedError, Error
+from ..errors import ClosedError, Error, InvalidValueError
 from ..registration import Registry
 from .checks import Checker
 from .host import HostEngine
@@ -84,9 +84,21 @@ class Line:
                 self._event = self._driver.record_event(stream)
 
     def stream(self, call: str, stream: Any) -> Any:
-        """The stream that a caller means, None being the current one."""
+        """The stream that a caller means, None being the current one.
+
+        Raises:
+            InvalidTypeError: it is no stream of the driver. InvalidValueError: it is one of another
+                device. DriverError: it is one of another driver.
+        """
         current = self._driver.current_stream()
-        stream = current if stream is None else current.streams.resolve(call, stream)
+        if stream is None:
+            stream = current
+        else:
+            name, device = self._checker.name(call), self._registry.device
+            stream = current.streams.resolve(name, stream)
+            if stream.ptr and stream.device_id != device:
+                allowed = f"a stream of device {device}, which this rank has"
+                raise InvalidValueError(name, "stream", stream, allowed)
         if stream.ptr or not self._threads:
             return stream
         if self._own_stream is None:
