@@ -120,6 +120,29 @@ def test_threads_may_fork_at_once():
     assert "Exception ignored" not in result.stderr
 
 
+def test_a_fork_that_gets_no_turn_is_told_and_takes_no_lock_of_another():
+    """Ends: a fork that waited in vain releasing the locks of the thread it had waited for."""
+    result = run(
+        """
+        import os, threading, cupy, cupy_zc
+        from cupy_zc.driver import host, host_memory
+        host_memory.FORK_DEADLINE = 0.1
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+        cupy.empty(10)
+        host._fork.acquire()  # as another thread does while it forks
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(host._fork.locked())
+        host._fork.release()
+        pool.free_all_blocks()
+        """
+    )
+    assert (result.returncode, result.stdout) == (0, "True\n")
+    assert "cannot use it" in result.stderr
+
+
 def test_work_that_a_thread_of_the_parent_runs_does_not_hold_up_the_child():
     result = run(
         """

@@ -45,11 +45,15 @@ def test_what_was_touched_is_registered_at_the_next_agreed_call_without_a_pin():
         rank.registry.at_call(4)
         location = rank.registry.locate(array)
         assert location.registered
-        assert array.data.mem.segment.pins == 0
+        segment = array.data.mem.segment
+        assert segment.pins == 0
+        assert segment.registered  # what pool.segments() shows
         place = f"{location.arena} {location.offset}".encode()
         places = [tuple(map(int, p.split())) for p in rank.channel.all_gather(place)]
         assert [rank.read(peer, places[peer]) for peer in range(3)] == [b"<", b"=", b">"]
         rank.channel.all_gather(b"")
+        rank.registry.close()
+        assert not segment.registered
 
     with workers.ranks(3) as made:
         fine(made, body)

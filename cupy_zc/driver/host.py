@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import mmap
 import os
 import threading
@@ -29,7 +28,7 @@ from ..errors import InvalidValueError
 from .api import CaptureInfo, DeviceInfo
 from .host_event import HostEvent
 from .host_graph import HostLease, lease
-from .host_memory import HostMemory
+from .host_memory import HostMemory, hold_for_fork
 from .host_plain import HostPlainMemory
 from .host_stream import HostStream, HostStreams
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["HostDriver"]
-
-_log = logging.getLogger("cupy_zc")
 
 _MOST_DEVICES = 64
 _drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()
@@ -200,7 +197,7 @@ class HostDriver(HostMemory):
     def before_fork(self) -> None:
         """Hold every lock across a fork."""
         super().before_fork()
-        self._streams.changed.acquire()
+        hold_for_fork(self._streams.changed)
 
     def after_fork(self, *, child: bool) -> None:
         """Let go of them, in the parent and in the child."""
@@ -210,27 +207,31 @@ class HostDriver(HostMemory):
         super().after_fork(child=child)
 
 
+class _Forking(threading.local):
+    """The drivers whose locks the calling thread holds across its fork; None: it has no turn."""
+
+    drivers: list[HostDriver] | None = None
+
+
 #: Held from before a fork until after it, so that one thread forks at a time, with all locks.
 _fork = threading.Lock()
-_forking: list[HostDriver] = []
+_forking = _Forking()
 
 
 def _before_fork() -> None:
-    # A fork cannot be refused; without the locks its child may be unable to use the drivers.
-    if not _fork.acquire(timeout=settings().setup_timeout):
-        _log.error("another thread has been forking for very long; the child gets no host driver")
-        return
-    _forking.extend(_drivers)
-    for driver in _forking:
+    hold_for_fork(_fork)
+    held = _forking.drivers = []
+    for driver in list(_drivers):
         driver.before_fork()
+        held.append(driver)
 
 
 def _after_fork(*, child: bool) -> None:
-    if not _fork.locked():
+    held, _forking.drivers = _forking.drivers, None
+    if held is None:  # it got no turn, of which Python has told; a fork cannot be refused
         return
-    for driver in _forking:
+    for driver in held:
         driver.after_fork(child=child)
-    _forking.clear()
     _fork.release()
 
 

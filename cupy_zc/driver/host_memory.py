@@ -12,8 +12,9 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from ..errors import InvalidTypeError
+from ..errors import Error, InvalidTypeError
 from .api import Granularity, MemoryInfo, MulticastHandle, SegmentHandle
 from .host_address import AddressSpace
 from .host_multicast import Binding, HostMulticast, MulticastObject, MulticastObjects
@@ -28,7 +29,24 @@ from .host_segment import (
     key_of,
 )
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "hold_for_fork"]
+
+#: Seconds to wait, before a fork, for a lock that is never held for longer than some milliseconds.
+FORK_DEADLINE = 60.0
+
+
+def hold_for_fork(lock: Any) -> None:
+    """Acquire a lock of a driver before a fork.
+
+    Raises:
+        Error: another thread held it for very long. Python reports it and forks all the same; the
+            child should not use the driver then.
+    """
+    if not lock.acquire(timeout=FORK_DEADLINE):
+        raise Error(
+            f"another thread has held a lock of the host driver for {FORK_DEADLINE:.0f} s; the "
+            "child of this fork cannot use it"
+        )
 
 
 def _new_uuids(devices: int) -> tuple[bytes, ...]:
@@ -272,7 +290,7 @@ class HostMemory:
 
     def before_fork(self) -> None:
         """Hold the lock across a fork, so that the child does not find it held by a lost thread."""
-        self._lock.acquire()
+        hold_for_fork(self._lock)
 
     def after_fork(self, *, child: bool) -> None:
         """Let go of it; the devices of a child are not those of its parent."""

@@ -20,7 +20,7 @@ the device pool that owns the home.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..driver.api import SegmentHandle
@@ -44,7 +44,17 @@ Run: TypeAlias = "tuple[Segment, int, int, Block | None]"
 class Segment:
     """One physical allocation at an offset of the arena. All sizes in bytes."""
 
-    __slots__ = ("address", "created", "first", "generation", "handle", "home", "offset", "pins")
+    __slots__ = (
+        "address",
+        "created",
+        "first",
+        "generation",
+        "handle",
+        "held_by",
+        "home",
+        "offset",
+        "pins",
+    )
 
     def __init__(
         self, handle: SegmentHandle, offset: int, address: int, generation: int, created: float
@@ -55,8 +65,10 @@ class Segment:
         #: Distinguishes this segment from every other one that ever had this offset.
         self.generation = generation
         self.created = created
-        #: How many registrations hold it; it is not released to the driver while there is one.
+        #: How many registrations forbid to release it to the driver.
         self.pins = 0
+        #: Who has it registered, for each communicator: a set, which may be empty.
+        self.held_by: list[Collection[object]] = []
         self.home: Home
         self.first: Block
 
@@ -64,6 +76,11 @@ class Segment:
     def size(self) -> int:
         """Bytes, a multiple of the granule."""
         return self.handle.size
+
+    @property
+    def registered(self) -> bool:
+        """Whether a communicator has it registered, asked to or by itself."""
+        return self.pins > 0 or any(tuple(self.held_by))
 
     @property
     def staying(self) -> bool:

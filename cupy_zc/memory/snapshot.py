@@ -81,7 +81,7 @@ def segment_info(segment: Segment) -> SegmentInfo:
         size=segment.size,
         generation=segment.generation,
         handle_types=segment.handle.handle_types,
-        registered=segment.pins > 0,
+        registered=segment.registered,
         address=segment.address,
         device=segment.handle.device,
     )

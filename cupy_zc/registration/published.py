@@ -106,6 +106,17 @@ class Entry:
         live = segment.home.pool.arena.segments.get(segment.offset)
         return bool(self.holders) and live is segment
 
+    def tell(self) -> None:
+        """Let the pool show who has the segment registered: it is published now."""
+        with self.segment.home.pool.region:
+            self.segment.held_by.append(self.holders)
+
+    def forget(self) -> None:
+        """Take that back: it is not published any more."""
+        segment, mine = self.segment, self.holders
+        with segment.home.pool.region:
+            segment.held_by = [each for each in segment.held_by if each is not mine]
+
     @property
     def offer(self) -> SegmentOffer:
         """What peers need to know in order to map it."""

@@ -258,6 +258,7 @@ class Registry:
         )
         for entry in fresh:
             self._published[entry.segment] = entry
+            entry.tell()
         return said
 
     def close(self) -> None:
@@ -276,6 +277,8 @@ class Registry:
             stack.callback(self.driver.synchronize, self.device)
             for registration in tuple(self._registrations):
                 registration.deregister()
+            for entry in self._published.values():
+                entry.forget()
             self._published.clear()
             self._touched.clear()
             self._leaving.clear()
@@ -361,6 +364,7 @@ class Registry:
         for segment, entry in tuple(self._published.items()):
             if not entry.wanted:
                 del self._published[segment]
+                entry.forget()
                 self._leaving.append(entry.name)
 
     def _retired(self) -> tuple[int, ...]:
