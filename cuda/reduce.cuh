@@ -6,7 +6,7 @@
 //   COUNT     a fold of COUNT elements ignores the others of a pack
 #pragma once
 
-#include "elements.cuh"
+#include "packs.cuh"
 
 namespace cupy_zc {
 

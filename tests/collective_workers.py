@@ -126,9 +126,10 @@ class Case(NamedTuple):
 
     def has(self, rank: int) -> tuple[bool, bool]:
         """Whether a rank has an input, and an output."""
-        role = ROLES[self.operation]
-        source = not role.input_at_root or rank == self.root
-        target = not role.output_at_root or rank == self.root
+        only_root_gives = self.operation in (Operation.BROADCAST, Operation.SCATTER)
+        only_root_gets = self.operation in (Operation.REDUCE, Operation.GATHER)
+        source = not only_root_gives or rank == self.root
+        target = not only_root_gets or rank == self.root
         if self.operation is Operation.BROADCAST:
             target = rank != self.root
         return source, target

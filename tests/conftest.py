@@ -15,6 +15,7 @@ import pytest
 
 from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
+from cupy_zc.memory import MemoryPool
 from cupy_zc.memory.pool import reap
 
 _SLOW = [hypothesis.HealthCheck.too_slow]  # two cores, shared
@@ -90,6 +91,18 @@ def host():
     """A host driver with small granules and two devices, closed after the test."""
     with HostDriver(granularity=1 << 16, devices=2, memory=64 << 16) as driver:
         yield driver
+
+
+@pytest.fixture
+def pool(driver):
+    """A pool on each driver in turn."""
+    return MemoryPool(driver=driver)
+
+
+@pytest.fixture
+def host_pool():
+    """A pool on a host driver of its own."""
+    return MemoryPool(driver=HostDriver())
 
 
 @pytest.fixture

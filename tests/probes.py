@@ -1,4 +1,4 @@
-"""What several tests of the host driver use."""
+"""What several tests of the host driver and of the pool use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import pytest
@@ -59,3 +60,14 @@ def clean_environment() -> dict[str, str]:
     switches = {"CUPY_ZC_MULTICAST", *MULTICAST_GUARDS}
     kept = {name: value for name, value in os.environ.items() if name not in switches}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "CUPY_ZC_DRIVER": "host"}
+
+
+def wait_for_release(pool, settled):
+    """The driver tells of a graph's end a moment after it."""
+    done = threading.Event()
+    for _ in range(200):
+        pool.free_all_blocks()
+        if settled():
+            return
+        done.wait(0.005)
+    raise AssertionError("the memory of the graph never came back")

@@ -17,16 +17,6 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 
-@pytest.fixture
-def pool(driver):
-    return cupy_zc.MemoryPool(driver=driver)
-
-
-@pytest.fixture
-def host_pool():
-    return cupy_zc.MemoryPool(driver=HostDriver())
-
-
 def test_an_array_lives_inside_one_segment_that_meets_the_three_rules(pool, driver, allocator):
     allocator(pool)
     array = cupy.empty((300, 1000), dtype="f4")

@@ -1,4 +1,4 @@
-"""Memory of captures is private to their graph; memory other streams use is kept back."""
+"""Memory of captures is private to their graph."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import threading
 
 import cupy
 import pytest
+from probes import wait_for_release
 
 import cupy_zc
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory.blocks import HOT_SIZES
 
 MiB = 1 << 20
-
-
-@pytest.fixture
-def pool(driver):
-    return cupy_zc.MemoryPool(driver=driver)
 
 
 def capture(pool, driver, size=1000, drop=True):
@@ -42,17 +38,6 @@ def work(driver):
 
 
 WORK = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
-
-
-def wait_for_release(pool, settled):
-    """The driver tells of a graph's end a moment after it."""
-    done = threading.Event()
-    for _ in range(200):
-        pool.free_all_blocks()
-        if settled():
-            return
-        done.wait(0.005)
-    raise AssertionError("the memory of the graph never came back")
 
 
 def test_a_temporary_of_a_capture_is_never_handed_to_anyone_else(pool, driver):
@@ -341,105 +326,3 @@ def test_snapshots_tell_which_memory_is_captured(pool, driver):
         threading.Event().wait(0.005)
     assert device["segments"][0]["stream"] is not None
     assert pool.statistics().leased_bytes == 0
-
-
-# record_stream
-
-
-@pytest.fixture
-def host():
-    return HostDriver()
-
-
-def test_an_array_used_on_another_stream_waits_for_it(host, allocator):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(pool)
-    other = host.make_stream()
-    array = cupy.empty(1000)
-    address = array.data.ptr
-    with other.hold():
-        pool.record_stream(array, other)
-        del array
-        held = [pool.malloc(8192) for _ in range(20)]
-        assert address not in {pointer.ptr for pointer in held}
-        assert pool.statistics().deferred_bytes == 8192
-        assert pool.used_bytes() == 21 * 8192
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 0
-    assert pool.malloc(8192).ptr == address
-
-
-def test_work_after_the_call_but_before_the_drop_counts_too(host, allocator):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(pool)
-    other = host.make_stream()
-    array = cupy.empty(1000)
-    pool.record_stream(array, other)
-    hold = other.hold()
-    del array
-    pool.malloc(512)
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 8192
-    hold.release()
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 0
-
-
-def test_recording_the_stream_of_the_array_costs_nothing(host, allocator):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(pool)
-    array = cupy.empty(1000)
-    pool.record_stream(array, host.current_stream())
-    del array
-    assert pool.used_bytes() == 0
-
-
-def test_an_array_recorded_on_a_capturing_stream_lives_as_long_as_the_graph(
-    pool, driver, allocator
-):
-    allocator(pool)
-    array = cupy.empty(1000)
-    address = array.data.ptr
-    stream = driver.make_stream(non_blocking=True)
-    stream.begin_capture()
-    pool.record_stream(array, stream)
-    graph = stream.end_capture()
-    del array
-    pool.malloc(512)
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 8192
-    assert address not in {pool.malloc(8192).ptr for _ in range(3)}
-    del graph
-    gc.collect()
-    wait_for_release(pool, lambda: pool.statistics().deferred_bytes == 0)
-
-
-def test_a_stream_that_captures_when_the_array_is_dropped_is_asked_later(host, allocator):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(pool)
-    other = host.make_stream()
-    array = cupy.empty(1000)
-    pool.record_stream(array, other)
-    other.begin_capture()
-    del array
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 8192
-    other.end_capture()
-    pool.free_all_blocks()
-    assert pool.statistics().deferred_bytes == 0
-
-
-def test_an_array_without_bytes_can_be_recorded(host, allocator):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(pool)
-    pool.record_stream(cupy.empty(0), host.make_stream())
-
-
-@pytest.mark.parametrize("what", ["other pool", "number"])
-def test_only_arrays_of_the_pool_can_be_recorded(host, allocator, what):
-    pool = cupy_zc.MemoryPool(driver=host)
-    allocator(cupy_zc.MemoryPool(driver=host))
-    array = cupy.empty(10) if what == "other pool" else 3
-    shown = r"cupy\.ndarray of shape \(10,\)" if what == "other pool" else "3"
-    with pytest.raises(cupy_zc.InvalidValueError, match=f"record_stream.*{shown}"):
-        pool.record_stream(array, host.make_stream())

@@ -15,16 +15,6 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 
-@pytest.fixture
-def pool(driver):
-    return cupy_zc.MemoryPool(driver=driver)
-
-
-@pytest.fixture
-def host_pool():
-    return cupy_zc.MemoryPool(driver=HostDriver())
-
-
 def state(pool):
     figures = pool.statistics()
     return figures.used_bytes, figures.total_bytes, figures.free_blocks, pool.segments()
@@ -224,6 +214,8 @@ def test_a_dropped_pool_that_cannot_be_released_is_logged_and_hurts_nobody_else(
     driver.fail["synchronize"] = [UNKNOWN]
     cupy_zc.MemoryPool(driver=HostDriver())
     assert "cannot be released, for now: synchronize" in caplog.text
+    cupy_zc.MemoryPool(driver=HostDriver())
+    assert driver.memory_info(0).free == driver.memory_info(0).total
 
 
 # Streams

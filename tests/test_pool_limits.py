@@ -12,16 +12,6 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 
-@pytest.fixture
-def pool(driver):
-    return cupy_zc.MemoryPool(driver=driver)
-
-
-@pytest.fixture
-def host_pool():
-    return cupy_zc.MemoryPool(driver=HostDriver())
-
-
 def test_six_units_fit_after_five_were_dropped(host_pool):
     host_pool.set_limit(size=6 * 2 * MiB)
     five = host_pool.malloc(5 * 2 * MiB)

@@ -78,24 +78,21 @@ class Role:
     #: Whether other ranks touch it.
     input_remote: bool
     output_remote: bool
-    #: Whether only the root has it.
-    input_at_root: bool
-    output_at_root: bool
     reduces: bool
     #: Whether the call names a root.
     rooted: bool
 
 
 ROLES: dict[Operation, Role] = {
-    Operation.BARRIER: Role("none", False, False, False, False, False, False, False, False),
-    Operation.ALL_REDUCE: Role("two_shot", False, False, True, True, False, False, True, False),
-    Operation.REDUCE: Role("two_shot", False, False, True, True, False, True, True, True),
-    Operation.BROADCAST: Role("pull", False, False, True, False, True, False, False, True),
-    Operation.REDUCE_SCATTER: Role("one_shot", True, False, True, False, False, False, True, False),
-    Operation.ALL_GATHER: Role("pull", False, True, True, False, False, False, False, False),
-    Operation.GATHER: Role("push", False, True, False, True, False, True, False, True),
-    Operation.SCATTER: Role("pull", True, False, True, False, True, False, False, True),
-    Operation.ALL_TO_ALL: Role("pull", True, True, True, False, False, False, False, False),
+    Operation.BARRIER: Role("none", False, False, False, False, False, False),
+    Operation.ALL_REDUCE: Role("two_shot", False, False, True, True, True, False),
+    Operation.REDUCE: Role("two_shot", False, False, True, True, True, True),
+    Operation.BROADCAST: Role("pull", False, False, True, False, False, True),
+    Operation.REDUCE_SCATTER: Role("one_shot", True, False, True, False, True, False),
+    Operation.ALL_GATHER: Role("pull", False, True, True, False, False, False),
+    Operation.GATHER: Role("push", False, True, False, True, False, True),
+    Operation.SCATTER: Role("pull", True, False, True, False, False, True),
+    Operation.ALL_TO_ALL: Role("pull", True, True, True, False, False, False),
 }
 
 

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import TYPE_CHECKING
 
-import cupy.cuda.memory as _memory
+from ..base_memory import BaseMemory
 
 __all__ = ["HostPlainMemory"]
-
-if TYPE_CHECKING:
-
-    class BaseMemory:
-        """What CuPy's class has; it is compiled, and without types."""
-
-        ptr: int
-        size: int
-        device_id: int
-
-else:
-    BaseMemory = _memory.BaseMemory
 
 
 class HostPlainMemory(BaseMemory):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import cupy.cuda.memory as _memory
 from cupy.cuda import memory_hook
 
+from ..base_memory import BaseMemory
 from ..errors import InvalidValueError
 from .blocks import Block, Segment
 
@@ -15,18 +16,6 @@ __all__ = ["NoMemory", "PooledMemory", "active_hooks", "hand_over"]
 
 _has_hooks = memory_hook._has_memory_hooks
 _MemoryPointer = _memory.MemoryPointer
-
-if TYPE_CHECKING:
-
-    class BaseMemory:
-        """What CuPy's class has; it is compiled, and without types."""
-
-        ptr: int
-        size: int
-        device_id: int
-
-else:
-    BaseMemory = _memory.BaseMemory
 
 
 class PooledMemory(BaseMemory):

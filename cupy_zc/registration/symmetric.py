@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import MemoryPointer
 
+from ..base_memory import BaseMemory
 from ..config import settings
 from ..driver.api import round_up
 from ..errors import ClosedError, InvalidValueError, MismatchError
@@ -27,7 +28,7 @@ from ..group.naming import sides
 from ..memory.blocks import Segment
 from ..memory.device import DevicePool
 from ..memory.pool import UNIT, abandon
-from ..memory.pooled import BaseMemory, NoMemory, PooledMemory, hand_over
+from ..memory.pooled import NoMemory, PooledMemory, hand_over
 from .agreed import News
 from .allocator import SymmetricAllocator, SymmetricBlock
 from .registry import Registry
