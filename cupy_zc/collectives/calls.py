@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidValueError
 from .call import Call
 from .checks import Checker
-from .point_to_point import Parcel
+from .point_to_point import Letter, Parcel
 
 __all__ = ["Calls"]
 
@@ -48,9 +48,7 @@ class Calls(ABC):
         """Enqueue a collective."""
 
     @abstractmethod
-    def _mail(
-        self, call: str, peer: int, given: Parcel | None, taken: Parcel | None, stream: Any
-    ) -> None:
+    def _mail(self, letter: Letter, stream: Any) -> None:
         """Enqueue a point-to-point call."""
 
     def all_reduce(
@@ -161,7 +159,7 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("send", "peer", peer)
-        self._mail("send", peer, self._parcel("send", "array", array), None, stream)
+        self._mail(Letter("send", peer, self._parcel("send", "array", array), None), stream)
 
     def recv(self, out_array: Any, peer: int, stream: Any = None) -> None:
         """Receive the next array that one rank sends to this one.
@@ -173,7 +171,7 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("recv", "peer", peer)
-        self._mail("recv", peer, None, self._parcel("recv", "out_array", out_array), stream)
+        self._mail(Letter("recv", peer, None, self._parcel("recv", "out_array", out_array)), stream)
 
     def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
         """Send one array to a rank and receive another one from it.
@@ -193,7 +191,7 @@ class Calls(ABC):
                 self._checker.name(call), "out_array", str(taken),
                 f"{given}, which this rank sends to itself",
             )  # fmt: skip
-        self._mail(call, peer, given, taken, stream)
+        self._mail(Letter(call, peer, given, taken), stream)
 
     def _parcel(self, call: str, name: str, array: Any) -> Parcel:
         info = self._checker.array(call, name, array)

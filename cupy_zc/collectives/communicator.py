@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import math
 import operator
 import os
@@ -24,10 +23,11 @@ from ..registration import Registration, Registry, Rule, SymmetricHeap
 from . import opening
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
-from .checks import Checker, overlap
-from .host import HostEngine, Place
+from .checks import Checker
+from .engine import Engine
+from .host import HostEngine
 from .ordering import Line
-from .point_to_point import Parcel, Post
+from .point_to_point import Letter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,8 +71,6 @@ class Communicator(Calls):
         self._bootstrap = bootstrap
         self.rank = bootstrap.rank
         self.size = bootstrap.size
-        #: Which engine it uses.
-        self.backend = "host"
         self._checker = Checker(self.rank, self.size, self._device)
         self._talk = stack.enter_context(Channel.open(bootstrap, topology))
         self._letters = stack.enter_context(Channel.open(bootstrap, topology))
@@ -80,14 +78,17 @@ class Communicator(Calls):
         stack.callback(self._registry.close)
         self._heap = SymmetricHeap(self._registry)
         stack.callback(self._heap.close)
-        self._engine = HostEngine(
-            self._registry, self._heap, self.size, self._departed, self._part, self._timeout
-        )
+        self._engine: Engine = HostEngine(
+            self._registry, self._heap, self._letters, self._checker,
+            self._departed, self._part, self._timeout,
+        )  # fmt: skip
+        stack.callback(self._engine.close)
+        #: Which engine it uses.
+        self.backend = self._engine.name
         self._line = Line(
             self._checker, self._driver, self._registry, self._engine,
             automatic=options.register == "auto", threads=options.threads, timeout=self._timeout,
         )  # fmt: skip
-        self._post = Post(self._registry, self._letters, self._checker, self._timeout)
         vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)
 
@@ -256,13 +257,14 @@ class Communicator(Calls):
         Raises:
             As every collective; Error: the current stream is capturing.
         """
-        stream = self._line.stream("barrier", None)
-        if self._line.capturing(stream):
-            name = self._checker.name("barrier")
-            raise Error(f"{name}: it waits for the ranks, which a capture cannot record")
-        work = functools.partial(self._engine.run, BARRIER)
-        self._line.enqueue("barrier", work, stream, numbered=False)
+        with self._line.turn("barrier"):
+            stream = self._line.stream("barrier", None)
+            if self._line.capturing(stream):
+                name = self._checker.name("barrier")
+                raise Error(f"{name}: it waits for the ranks, which a capture cannot record")
+            self._line.enqueue("barrier", BARRIER, stream)
         stream.synchronize()
+        self._engine.check("Communicator.barrier")
 
     def synchronize(self) -> None:
         """Wait for all calls enqueued here; what went wrong in one is raised."""
@@ -298,6 +300,7 @@ class Communicator(Calls):
             with ExitStack() as stack:
                 stack.callback(self._bootstrap.close)
                 stack.callback(self._heap.close)
+                stack.callback(self._engine.close)
                 stack.callback(self._registry.close)  # waits for the device, and with it for ...
                 stack.callback(self._part)  # ... ranks of the same device that wait for this one
                 if stream is not None and not self._line.capturing(stream):
@@ -325,49 +328,19 @@ class Communicator(Calls):
     # How a call is made
 
     def _collective(self, call: Call, stream: Any) -> None:
-        with self._line.held(call.operation.call):
-            self._admit(call.operation.call, self._engine.place(call))
-            work = functools.partial(self._engine.run, call)
-            self._line.enqueue(call.operation.call, work, stream, numbered=True)
+        self._enqueue(call.operation.call, call, stream)
 
-    def _mail(
-        self, call: str, peer: int, given: Parcel | None, taken: Parcel | None, stream: Any
-    ) -> None:
-        def work() -> None:
-            if given is None or taken is None:
-                with self._engine.entered(f"Communicator.{call}"):
-                    self._one_way(given, taken, peer)
-            else:
-                with self._engine.entered(f"Communicator.{call}"), self._engine.in_step():
-                    place = self._place_of(given, taken)
-                    where = None if place.reason else (place.arena, place.offset)
-                    self._engine.last = self._post.send_recv(given, taken, peer, where)
+    def _mail(self, letter: Letter, stream: Any) -> None:
+        self._enqueue(letter.call, letter, stream)
 
-        with self._line.held(call):
-            if given is not None and taken is not None and peer != self.rank:
-                self._admit(call, (self._place_of(given, taken),))
-            self._line.enqueue(call, work, stream, numbered=False)
+    def _enqueue(self, call: str, work: Call | Letter, stream: Any) -> None:
+        with self._line.turn(call):
+            self._admit(call, work)
+            self._line.enqueue(call, work, stream)
 
-    def _one_way(self, given: Parcel | None, taken: Parcel | None, peer: int) -> None:
-        try:
-            if given is not None:
-                self._engine.last = self._post.send(given, peer)
-            elif taken is not None:
-                self._engine.last = self._post.recv(taken, peer)
-        except BaseException as error:
-            if self._letters.closed:  # else the ranks are in step still
-                self._engine.fail(error)
-            raise
-
-    def _place_of(self, given: Parcel, taken: Parcel) -> Place:
-        if overlap(given.info, taken.info):
-            return Place(-1, 0, "in_array overlaps out_array", None)
-        arena, offset, registered, reason, segment = self._registry.locate(given.array)
-        return Place(arena, offset, "" if registered else f"in_array is copied: {reason}", segment)
-
-    def _admit(self, call: str, places: Sequence[Place]) -> None:
+    def _admit(self, call: str, work: Call | Letter) -> None:
         """Note what is not registered, and refuse it where the user asked for that."""
-        self._line.check_open(call)
+        places = self._engine.places(work)
         reasons = [place.reason for place in places if place.reason]
         for place in places:
             if place.segment is not None:

@@ -10,45 +10,38 @@ change.
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..errors import ClosedError, Error, MismatchError
+from ..group import Channel
 from ..group.naming import name_ranks, sides
-from ..memory.blocks import Segment
 from ..registration import Registry, SymmetricHeap
 from . import plan as planning
 from .call import Call, Transfer, describe
+from .checks import Checker, overlap
 from .control import Control
 from .dtypes import DTYPES
+from .engine import Place
 from .memory import matrix
 from .plan import ROLES, Capabilities, Operation, plan
+from .point_to_point import Letter, Post
 from .reductions import Array
 from .rounds import NONE, OWN, STAGED, Reach, Where, do_share
 
-__all__ = ["HostEngine", "Place"]
+__all__ = ["HostEngine"]
 
 #: What must be equal: call number, operation, dtype, reduction, order, root, count.
 _PRINT = struct.Struct("<QBBBBiq")
 #: Arena and offset of input and output.
 _PLACES = struct.Struct("<iqiq")
 _WORD = struct.Struct(_PRINT.format + _PLACES.format[1:])
-
-
-class Place(NamedTuple):
-    """Where an array of this rank is, for a call."""
-
-    arena: int
-    offset: int
-    #: Why it is staged; empty where it is not.
-    reason: str
-    #: To be registered, so that it need not be staged next time.
-    segment: Segment | None
 
 
 _ABSENT = Place(NONE, 0, "", None)
@@ -63,21 +56,26 @@ class HostEngine:
     Args:
         registry: Where arrays are.
         heap: Memory that all ranks reach.
-        size: Number of ranks, all of one node.
+        letters: The ranks, all of one node; for point-to-point calls alone.
+        checker: The names of calls, for errors.
         departed: Gives the ranks that have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
         timeout: Seconds to wait for a peer.
     """
 
+    name = "host"
+
     def __init__(
         self,
         registry: Registry,
         heap: SymmetricHeap,
-        size: int,
+        letters: Channel,
+        checker: Checker,
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
         timeout: float,
     ) -> None:
+        size = checker.size
         self.rank = registry.channel.rank
         self.size = size
         self.last: Transfer | None = None
@@ -92,6 +90,8 @@ class HostEngine:
         self._scratch_out = [address + self._room for address in self._scratch_in]
         addresses = [registry.address(peer, 0, area) for peer in everybody]
         self._control = Control(self.rank, addresses, departed, timeout)
+        self._letters = letters
+        self._post = Post(registry, letters, checker, timeout)
         self._number = 0
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -143,8 +143,20 @@ class HostEngine:
 
     # Where arrays are
 
-    def place(self, call: Call) -> tuple[Place, Place]:
-        """Where input and output of a call are, and why they would be staged. Local."""
+    def places(self, work: Call | Letter) -> tuple[Place, ...]:
+        """Where the arrays of a call are, and why they would be staged. Local."""
+        if isinstance(work, Call):
+            return self._two_places(work)
+        given, taken = work.given, work.taken
+        if given is None or taken is None or work.peer == self.rank:
+            return ()
+        if overlap(given.info, taken.info):
+            return (Place(STAGED, 0, "in_array overlaps out_array", None),)
+        arena, offset, registered, reason, segment = self._registry.locate(given.array)
+        reason = "" if registered else f"in_array is copied: {reason}"
+        return (Place(arena, offset, reason, segment),)
+
+    def _two_places(self, call: Call) -> tuple[Place, Place]:
         role = ROLES[call.operation]
         if call.input is None:
             source = _ABSENT
@@ -168,6 +180,36 @@ class HostEngine:
 
     # A call
 
+    def enqueue(self, work: Call | Letter, stream: Any) -> None:
+        """Put a call at the end of a stream."""
+        if isinstance(work, Call):
+            stream.enqueue(functools.partial(self.run, work))
+        else:
+            stream.enqueue(functools.partial(self._deliver, work))
+
+    def close(self) -> None:
+        """Nothing: all memory is the heap's."""
+
+    def _deliver(self, letter: Letter) -> None:
+        """Carry out a point-to-point call."""
+        given, taken, peer = letter.given, letter.taken, letter.peer
+        with self.entered(letter):
+            if given is not None and taken is not None:
+                with self.in_step():
+                    reach = [(at.arena, at.offset) for at in self.places(letter) if not at.reason]
+                    where = reach[0] if reach else None
+                    self.last = self._post.send_recv(given, taken, peer, where)
+                return
+            try:
+                if given is not None:
+                    self.last = self._post.send(given, peer)
+                elif taken is not None:
+                    self.last = self._post.recv(taken, peer)
+            except BaseException as error:
+                if self._letters.closed:  # else the ranks are in step still
+                    self.fail(error)
+                raise
+
     def run(self, call: Call) -> None:
         """Carry out a call. Collective.
 
@@ -180,7 +222,7 @@ class HostEngine:
             self._run(call)
 
     def _run(self, call: Call) -> None:
-        source, target = self.place(call)
+        source, target = self._two_places(call)
         role = ROLES[call.operation]
         given = self._own(call, call.input, role.input_rows)
         taken = self._own(call, call.output, role.output_rows)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..driver.api import Driver
 from ..errors import ClosedError, Error, InvalidValueError
 from ..registration import Registry
+from .call import BARRIER, Call
 from .checks import Checker
-from .host import HostEngine
+from .engine import Engine
+from .point_to_point import Letter
 
 __all__ = ["Line"]
 
@@ -35,7 +37,7 @@ class Line:
         checker: Checker,
         driver: Driver,
         registry: Registry,
-        engine: HostEngine,
+        engine: Engine,
         *,
         automatic: bool,
         threads: bool,
@@ -58,30 +60,29 @@ class Line:
         self._own_stream: Any = None
         self._event: Any = None
 
-    def enqueue(self, call: str, work: Callable[[], None], stream: Any, *, numbered: bool) -> None:
-        """Enqueue work behind this communicator's work on other streams.
+    def enqueue(self, call: str, work: Call | Letter, stream: Any) -> None:
+        """Enqueue a call behind this communicator's work on other streams. Under :meth:`turn`.
 
         Args:
             call: For errors.
-            work: What to do.
+            work: The call. Collectives count for registration at agreed call numbers, but for
+                barriers.
             stream: Where; None for the current stream.
-            numbered: Whether it counts for registration at agreed call numbers.
         """
-        with self.turn(call):
-            stream = self.stream(call, stream)
-            if self.capturing(stream):
-                stream.enqueue(work)
-                return
-            if numbered and self._automatic:
-                self._registry.at_call(self._number + 1)
-                self._number += 1  # a call that ranks disagree on has no number
-            if self._event is not None and self.last_stream is not stream:
-                stream.wait_event(self._event)
-            self.last_stream = stream
-            try:
-                stream.enqueue(work)
-            finally:
-                self._event = self._driver.record_event(stream)
+        stream = self.stream(call, stream)
+        if self.capturing(stream):
+            self._engine.enqueue(work, stream)
+            return
+        if self._automatic and isinstance(work, Call) and work is not BARRIER:
+            self._registry.at_call(self._number + 1)
+            self._number += 1  # a call that ranks disagree on has no number
+        if self._event is not None and self.last_stream is not stream:
+            stream.wait_event(self._event)
+        self.last_stream = stream
+        try:
+            self._engine.enqueue(work, stream)
+        finally:
+            self._event = self._driver.record_event(stream)
 
     def stream(self, call: str, stream: Any) -> Any:
         """The stream that a caller means, None being the current one.

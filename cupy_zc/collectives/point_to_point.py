@@ -27,7 +27,7 @@ from .dtypes import DTYPES, code_of
 from .memory import matrix, opened, packed
 from .reductions import Array
 
-__all__ = ["Parcel", "Post"]
+__all__ = ["Letter", "Parcel", "Post"]
 
 _HEADER = struct.Struct("<?BBqBBqiq")
 _COPIED = -1
@@ -77,6 +77,20 @@ class Parcel(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.kind)
+
+
+class Letter(NamedTuple):
+    """One point-to-point call of this rank, checked."""
+
+    #: Name of the method.
+    call: str
+    peer: int
+    #: What it sends and what it receives; one of them may be None.
+    given: Parcel | None
+    taken: Parcel | None
+
+    def __str__(self) -> str:
+        return f"Communicator.{self.call}"
 
 
 class _Kind(NamedTuple):

@@ -1,0 +1,59 @@
+"""What every engine does for a communicator: the seam between checked calls and their execution."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from ..memory.blocks import Segment
+from .call import Call, Transfer
+from .point_to_point import Letter
+
+__all__ = ["Engine", "Place"]
+
+
+class Place(NamedTuple):
+    """Where an array of this rank is, for a call."""
+
+    arena: int
+    offset: int
+    #: Why it is staged; empty where it is not.
+    reason: str
+    #: To be registered, so that it need not be staged next time.
+    segment: Segment | None
+
+
+class Engine(Protocol):
+    """Carries out the calls of one rank, in the order in which they are enqueued.
+
+    Making one is collective. A communicator asks it under its own lock only, but for :meth:`check`.
+    """
+
+    #: What ``Communicator.backend`` says.
+    name: str
+    #: What the last call that ran, or was enqueued where that is known already, did.
+    last: Transfer | None
+
+    def places(self, work: Call | Letter) -> tuple[Place, ...]:
+        """Where the arrays of a call are, as far as other ranks touch them. Local."""
+        ...
+
+    def enqueue(self, work: Call | Letter, stream: Any) -> None:
+        """Put a call at the end of a stream."""
+        ...
+
+    def check(self, call: object) -> None:
+        """Raise what went wrong in a call that ran.
+
+        Raises:
+            MismatchError, PeerTimeoutError: a call failed on the device, and nobody was told yet.
+            ClosedError: the communicator cannot be used since a call failed, its ``__cause__``.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Make no further calls: the ranks have lost each other."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is not memory of the heap. Local; work enqueued has ended before."""
+        ...
