@@ -1,6 +1,8 @@
 // The frame of every kernel with barriers: negotiate, then one pass, or a loop over chunks.
 //
 // Contract
+//   frame     `negotiate`, then `exchange_agreed`; `exchange` is both. A kernel that has a better
+//             way for what the ranks agreed on takes it in between
 //   who       a rank whose array peers must reach is registered (they use its window) or STAGED
 //             (they use its scratch). If any rank is staged, all follow the same loop over chunks:
 //             the number of chunks depends on what all ranks know, never on local state
@@ -31,6 +33,13 @@ struct Shape {
     Reach written;     // whose outputs peers write
     bool output_kept;  // false: this rank's output goes through scratch whatever its location
 };
+
+// Where a registered array of any rank starts, as mapped here.
+static __device__ __forceinline__ u64 address_of(const Args& args, u32 rank, u64 location) {
+    const u64 window =
+        memory<const u64>(args.windows + (rank * args.arenas + (location >> 48)) * 8);
+    return window + (location & ((1ull << 48) - 1));
+}
 
 // The columns [first, last) of one chunk that one block handles, and where they are.
 struct Part {
@@ -66,9 +75,7 @@ struct Part {
         if (location == STAGED) {
             return scratch(rank, which, row);
         }
-        const u64 window =
-            memory<const u64>(args.windows + (rank * args.arenas + (location >> 48)) * 8);
-        return own(window + (location & ((1ull << 48) - 1)), row);
+        return own(address_of(args, rank, location), row);
     }
 };
 
@@ -93,57 +100,99 @@ static __device__ __forceinline__ Part part_of(const Args& args, const Places& p
     return {args, places, start, columns, chunk & 1, start + skip, start + last};
 }
 
-template <class Work>
-static __device__ __forceinline__ void exchange(const Args& args, const Shape& shape,
-                                                const Work& work) {
-    CUPY_ZC_SHARED(Places, places);
+static __device__ __forceinline__ bool is_staged(const Args& args, const u64* locations,
+                                                 Reach reach, u32 rank) {
+    return locations[rank] == STAGED && reached(args, reach, rank);
+}
+static __device__ __forceinline__ bool any_staged(const Args& args, const u64* locations,
+                                                  Reach reach) {
+    bool staged = false;
+    for (u32 rank = 0; rank < args.size; ++rank) {
+        staged = staged || is_staged(args, locations, reach, rank);
+    }
+    return staged;
+}
+
+// The number of the call, once all ranks agree on it and `places` has what they said; 0: return.
+static __device__ __forceinline__ u64 negotiate(const Args& args, const Shape& shape,
+                                                Places& places) {
     const u64 epoch = begin(args);
     if (epoch == 0) {
-        return;
+        return 0;
     }
     const u64 output_location = shape.output_kept ? args.output_location : STAGED;
     announce<true>(args, epoch, output_location);
-    if (!agree(args, epoch, output_location, places)) {
-        return;
-    }
-    bool staged = false, fills = false, empties = false;
-    for (u32 rank = 0; rank < args.size; ++rank) {
-        const bool in = places.input[rank] == STAGED && reached(args, shape.read, rank);
-        const bool out = places.output[rank] == STAGED && reached(args, shape.written, rank);
-        staged = staged || in || out;
-        fills = rank == args.rank ? in : fills;
-        empties = rank == args.rank ? out : empties;
-    }
+    return agree(args, epoch, output_location, places) ? epoch : 0;
+}
+
+// The loop over chunks; in shared memory, as registers are wanted elsewhere.
+struct Course {
+    u64 columns;  // of a chunk
+    u64 chunks;
+    bool staged, fills, empties;
+};
+
+static __device__ __forceinline__ void lay_out(const Args& args, const Shape& shape,
+                                               const Places& places, Course& course) {
     const u64 rows = shape.input_rows > shape.output_rows ? shape.input_rows : shape.output_rows;
     const u64 fitting = args.chunk / (rows * LINE_BYTES) * (LINE_BYTES / args.element);
-    const u64 columns = staged ? fitting : args.count;
-    const u64 chunks = staged && args.count > 0 ? ceiling(args.count, columns) : 1;
+    const bool staged = any_staged(args, places.input, shape.read) ||
+                        any_staged(args, places.output, shape.written);
+    course.columns = staged ? fitting : args.count;
+    course.chunks = staged && args.count > 0 ? ceiling(args.count, fitting) : 1;
+    course.staged = staged;
+    course.fills = is_staged(args, places.input, shape.read, args.rank);
+    course.empties = is_staged(args, places.output, shape.written, args.rank);
+}
 
+template <class Work>
+static __device__ __forceinline__ void exchange_agreed(const Args& args, const Shape& shape,
+                                                       u64 epoch, const Places& places,
+                                                       const Work& work) {
+    CUPY_ZC_SHARED(Course, course);
+    const Course& shared = course;
+    if (threadIdx.x == 0) {
+        lay_out(args, shape, places, course);
+    }
+    __syncthreads();
     auto fill = [&](u64 chunk) {
-        const Part part = part_of(args, places, chunk, columns);
-        for (u32 row = 0; fills && row < shape.input_rows; ++row) {
+        const Part part = part_of(args, places, chunk, shared.columns);
+        for (u32 row = 0; shared.fills && row < shape.input_rows; ++row) {
             copy(part.scratch(args.rank, 0, row), part.own(args.input, row), part.bytes());
         }
     };
+    auto empty = [&](u64 chunk) {
+        const Part part = part_of(args, places, chunk, shared.columns);
+        for (u32 row = 0; shared.empties && row < shape.output_rows; ++row) {
+            copy(part.own(args.output, row), part.scratch(args.rank, 2, row), part.bytes());
+        }
+    };
     u64 step = 0;
-    if (staged) {
+    if (shared.staged) {
         fill(0);
         if (!meet(args, epoch, ++step)) {
             return;
         }
     }
-    for (u64 chunk = 0; chunk < chunks; ++chunk) {
-        const Part part = part_of(args, places, chunk, columns);
-        work(part);
-        if (chunk + 1 < chunks) {
+    for (u64 chunk = 0; chunk < shared.chunks; ++chunk) {
+        work(part_of(args, places, chunk, shared.columns));
+        if (chunk + 1 < shared.chunks) {
             fill(chunk + 1);
         }
         if (!meet(args, epoch, ++step)) {
             return;
         }
-        for (u32 row = 0; empties && row < shape.output_rows; ++row) {
-            copy(part.own(args.output, row), part.scratch(args.rank, 2, row), part.bytes());
-        }
+        empty(chunk);
+    }
+}
+
+template <class Work>
+static __device__ __forceinline__ void exchange(const Args& args, const Shape& shape,
+                                                const Work& work) {
+    CUPY_ZC_SHARED(Places, places);
+    const u64 epoch = negotiate(args, shape, places);
+    if (epoch != 0) {
+        exchange_agreed(args, shape, epoch, places, work);
     }
 }
 

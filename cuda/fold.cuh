@@ -36,24 +36,28 @@ static __device__ __forceinline__ void fold_elements(const Bases& bases, u64 fir
     }
 }
 
-// FLIGHT packs a thread, from byte `at` on, `blockDim.x` packs apart.
-template <class R, u32 FLIGHT>
+// FLIGHT packs a thread, from byte `at` on, `blockDim.x` packs apart; those of TOGETHER sources are
+// loaded before the first of them is waited for.
+template <class R, u32 FLIGHT, u32 TOGETHER>
 static __device__ __forceinline__ void fold_packs(const Bases& bases, u64 at) {
     const u64 stride = blockDim.x * 16ull;
     typename R::template Fold<> folds[FLIGHT];
-    Pack packs[FLIGHT];
+    Pack packs[FLIGHT * TOGETHER];
 #pragma unroll 1
-    for (u32 rank = 0; rank < bases.sources; ++rank) {
+    for (u32 rank = 0; rank < bases.sources; rank += TOGETHER) {
 #pragma unroll
-        for (u32 k = 0; k < FLIGHT; ++k) {
-            packs[k] = memory<const Pack>(bases.source[rank] + at + k * stride);
+        for (u32 k = 0; k < FLIGHT * TOGETHER; ++k) {
+            if (rank + k / FLIGHT < bases.sources) {
+                packs[k] = memory<const Pack>(bases.source[rank + k / FLIGHT] + at +
+                                              k % FLIGHT * stride);
+            }
         }
 #pragma unroll
-        for (u32 k = 0; k < FLIGHT; ++k) {
-            if (rank == 0) {
-                folds[k].start(packs[k]);
-            } else {
-                folds[k].add(packs[k]);
+        for (u32 k = 0; k < FLIGHT * TOGETHER; ++k) {
+            if (rank + k / FLIGHT == 0) {
+                folds[k % FLIGHT].start(packs[k]);
+            } else if (rank + k / FLIGHT < bases.sources) {
+                folds[k % FLIGHT].add(packs[k]);
             }
         }
     }
@@ -73,7 +77,7 @@ static __device__ __forceinline__ void fold_packs(const Bases& bases, u64 at) {
 // `count` elements from the bases on, by all threads of the block.
 template <class R>
 static __device__ __forceinline__ void fold_all(const Bases& bases, u64 count) {
-    constexpr u32 FLIGHT = R::IN_PACK > 8 ? 2 : 4;
+    constexpr u32 FLIGHT = R::IN_PACK > 8 ? 1 : R::IN_PACK > 4 ? 2 : 4;  // 16 registers of totals
     const u64 skew = bases.source[0] % 16;
     bool agree = skew % R::BYTES == 0;
     for (u32 rank = 0; rank < bases.sources; ++rank) {
@@ -87,10 +91,10 @@ static __device__ __forceinline__ void fold_all(const Bases& bases, u64 count) {
     const u64 packs = (count - head) / R::IN_PACK, stride = blockDim.x;
     u64 i = threadIdx.x;
     for (; i + (FLIGHT - 1) * stride < packs; i += FLIGHT * stride) {
-        fold_packs<R, FLIGHT>(bases, head * R::BYTES + i * 16);
+        fold_packs<R, FLIGHT, 4 / FLIGHT>(bases, head * R::BYTES + i * 16);
     }
     for (; i < packs; i += stride) {
-        fold_packs<R, 1>(bases, head * R::BYTES + i * 16);
+        fold_packs<R, 1, 4>(bases, head * R::BYTES + i * 16);
     }
     fold_elements<R>(bases, 0, head);
     fold_elements<R>(bases, head + packs * R::IN_PACK, count);

@@ -3,9 +3,7 @@
 // Contract
 //   memory    any, registered or not, any alignment, in place or not; the buffers of the lane hold
 //             ceil(bytes / 16) packs for each peer, as two packets each
-//   packets   {4 bytes of data, flag, 4 bytes of data, flag}: each 8-byte half is whole by itself
-//             and carries its own flag, the low half of the epoch. One writer each; relaxed
-//             accesses
+//   packets   see packets.cuh; the number in their flags is the epoch
 // agreement packets are sent first, but nothing is read before `agree`: the flag has no room for
 // the fingerprint, and ranks that call different things must write nothing
 //   reuse     double by the parity of the epoch, as in negotiate.cuh. A flag repeats after 2^32
@@ -15,6 +13,7 @@
 //   result    reduced in rank order by every rank: bitwise the same on all
 #include "memory.cuh"
 #include "negotiate.cuh"
+#include "packets.cuh"
 #include "select.cuh"
 
 namespace cupy_zc {
@@ -30,17 +29,12 @@ static __device__ __forceinline__ bool receive(const Args& args, u64 epoch, u32 
                                                Pack& pack) {
     const u64* const at = packets_of(args, epoch, args.rank, peer, index);
     Watch watch;
-    for (;;) {
-        const Pack low = load_pair(at), high = load_pair(at + 2);
-        if (is_of(low.low, epoch) && is_of(low.high, epoch) && is_of(high.low, epoch) &&
-            is_of(high.high, epoch)) {
-            pack = {whole_word(low.low, low.high), whole_word(high.low, high.high)};
-            return true;
-        }
+    while (!load_packets(at, epoch, pack)) {
         if (watch.over(args, epoch, peer)) {
             return false;
         }
     }
+    return true;
 }
 
 template <class R>
@@ -60,13 +54,9 @@ static __device__ __forceinline__ void ll(const Args& args) {
     };
     for (u64 i = first; i < packs; i += stride) {
         const Pack pack = load_pack<UNIT>(args.input + i * 16, valid(i));
-        const Pack low = {half_word(pack.low, 0, epoch), half_word(pack.low, 1, epoch)};
-        const Pack high = {half_word(pack.high, 0, epoch), half_word(pack.high, 1, epoch)};
         for (u32 step = 1; step < args.size; ++step) {
             const u32 peer = (args.rank + step) % args.size;
-            u64* const at = packets_of(args, epoch, peer, args.rank, i);
-            store_pair(at, low);
-            store_pair(at + 2, high);
+            store_packets(packets_of(args, epoch, peer, args.rank, i), pack, epoch);
         }
     }
     if (!agree(args, epoch, args.output_location, places)) {

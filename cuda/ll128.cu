@@ -3,8 +3,8 @@
 //
 // Contract
 //   memory    any, registered or not, any alignment, in place or not; data pass through the buffers
-//             of the lane, whose capacity for each peer is `count()` lines in one step, and 2 *
-//             ceil(count() / size) in two. See lines.cuh for the lines themselves
+//             of the lane, whose capacity for each peer is the lines of a row in one step, and 2 *
+//             ceil(lines / size) in two. See lines.cuh for the lines themselves
 //   steps     one: everyone sends everything to all. Two (more than two ranks, Args::two_step): a
 //             rank reduces its slice of the lines and sends the result to all
 //   mismatch  nothing is written before the lines of all ranks for it are there, so ranks that call
@@ -12,70 +12,74 @@
 //             than usual; nobody waits for it
 //   in place  the eight lanes that send an element are those that later overwrite it
 //   result    bitwise the same on all ranks: reduced in rank order by all, or by one
-#include "lines.cuh"
+#include "line_fold.cuh"
 #include "select.cuh"
 
 namespace cupy_zc {
 
 template <class R>
-static __device__ __forceinline__ void one_step(const Lines<R>& lines, const Pack& first) {
-    const u64 group = lines.group(), groups = lines.groups(), count = lines.count();
+static __device__ __forceinline__ void one_step(const Args& args, const ElementRows<R>& rows,
+                                                const Lines& lines, const Pack& first) {
+    const u64 group = line_group(), groups = line_groups(), count = rows.lines();
     for (u64 line = group; line < count; line += groups) {
-        lines.send(line, line == group ? first : lines.load(line));
+        lines.send(line, line == group ? first : rows.load(0, line));
     }
     for (u64 line = group; line < count; line += groups) {
-        Pack pack = line == group ? first : lines.load(line);
-        if (!lines.reduce(line, pack)) {
+        Pack pack = line == group ? first : rows.load(0, line);
+        if (!reduce<R>(args, lines, line, pack)) {
             return;
         }
-        lines.store(line, pack);
+        rows.store(0, line, pack);
     }
 }
 
 template <class R>
-static __device__ __forceinline__ void two_steps(const Args& args, const Lines<R>& lines) {
-    const u64 group = lines.group(), groups = lines.groups();
-    const u64 slice = (lines.count() + args.size - 1) / args.size, mine = args.rank * slice;
-    for (u64 line = group; line < slice * args.size; line += groups) {
-        const u32 owner = static_cast<u32>(line / slice);
+static __device__ __forceinline__ void two_steps(const Args& args, const ElementRows<R>& rows,
+                                                 const Lines& lines) {
+    // Lines of a buffer have numbers of 32 bits, which are quicker to divide.
+    const u32 group = static_cast<u32>(line_group()), groups = static_cast<u32>(line_groups());
+    const u32 count = static_cast<u32>(rows.lines());
+    const u32 slice = (count + args.size - 1) / args.size, mine = args.rank * slice;
+    for (u32 line = group; line < slice * args.size; line += groups) {
+        const u32 owner = line / slice;
         if (owner != args.rank) {
-            lines.send_to(owner, line % slice, lines.load(line));
+            lines.send_to(owner, line % slice, rows.load(0, line));
         }
     }
-    for (u64 line = group; line < slice; line += groups) {
-        Pack pack = lines.load(mine + line);
-        if (!lines.reduce(line, pack)) {
+    for (u32 line = group; line < slice; line += groups) {
+        Pack pack = rows.load(0, mine + line);
+        if (!reduce<R>(args, lines, line, pack)) {
             return;
         }
-        lines.store(mine + line, pack);
+        rows.store(0, mine + line, pack);
         lines.send(slice + line, pack);
     }
-    for (u64 line = group; line < slice * args.size; line += groups) {
-        const u32 owner = static_cast<u32>(line / slice);
+    for (u32 line = group; line < slice * args.size; line += groups) {
+        const u32 owner = line / slice;
         Pack pack;
         if (owner != args.rank) {
             if (!lines.take(owner, slice + line % slice, pack)) {
                 return;
             }
-            lines.store(line, pack);
+            rows.store(0, line, pack);
         }
     }
 }
 
 template <class R>
 static __device__ __forceinline__ void ll128(const Args& args) {
-    Lines<R> lines(args);
-    const Pack first = lines.load(lines.group());  // its way is not longer than that of the epoch
+    const ElementRows<R> rows(args);
+    const Pack first = rows.load(0, line_group());  // its way is not longer than that of the epoch
     const u64 epoch = begin(args);
     if (epoch == 0) {
         return;
     }
-    lines.start(epoch);
+    const Lines lines(args, epoch);
     announce<false>(args, epoch, args.output_location);
     if (args.two_step != 0) {
-        two_steps(args, lines);
+        two_steps<R>(args, rows, lines);
     } else {
-        one_step(lines, first);
+        one_step<R>(args, rows, lines, first);
     }
 }
 

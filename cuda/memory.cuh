@@ -41,48 +41,67 @@ static __device__ __forceinline__ T& memory(u64 address) {
     return *reinterpret_cast<T*>(address);
 }
 
-// The first `units` parts of a pack, at most 16 / UNIT; the others are zero.
+// The first `units` parts of 8 bytes, at most 8 / UNIT; the others are zero.
 template <u32 UNIT>
-static __device__ __forceinline__ Pack load_pack(u64 address, u32 units) {
+static __device__ __forceinline__ u64 load_word(u64 address, u32 units) {
     using T = typename Unit<UNIT>::Type;
-    if (units >= 16 / UNIT && address % 8 == 0) {
-        return {memory<const u64>(address), memory<const u64>(address + 8)};
+    if (units >= 8 / UNIT && address % 8 == 0) {
+        return memory<const u64>(address);
     }
-    Pack pack = {0, 0};
+    u64 word = 0;
 #pragma unroll
-    for (u32 i = 0; i < 16 / UNIT; ++i) {
+    for (u32 i = 0; i < 8 / UNIT; ++i) {
         if (i < units) {
-            const u64 bits = memory<const T>(address + i * UNIT);
-            (i * UNIT < 8 ? pack.low : pack.high) |= bits << (8 * (i * UNIT % 8));
+            word |= static_cast<u64>(memory<const T>(address + i * UNIT)) << (8 * i * UNIT);
         }
     }
-    return pack;
+    return word;
+}
+
+template <u32 UNIT>
+static __device__ __forceinline__ void store_word(u64 address, u32 units, u64 word) {
+    using T = typename Unit<UNIT>::Type;
+    if (units >= 8 / UNIT && address % 8 == 0) {
+        memory<u64>(address) = word;
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8 / UNIT; ++i) {
+        if (i < units) {
+            memory<T>(address + i * UNIT) = static_cast<T>(word >> (8 * i * UNIT));
+        }
+    }
+}
+
+// The first `units` parts of a pack, at most 16 / UNIT; the others are zero. By halves: the last
+// lane of a line has a half only, and goes no other way than its neighbours.
+template <u32 UNIT>
+static __device__ __forceinline__ Pack load_pack(u64 address, u32 units) {
+    constexpr u32 HALF = 8 / UNIT;
+    return {load_word<UNIT>(address, units),
+            load_word<UNIT>(address + 8, units > HALF ? units - HALF : 0)};
 }
 
 template <u32 UNIT>
 static __device__ __forceinline__ void store_pack(u64 address, u32 units, const Pack& pack) {
-    using T = typename Unit<UNIT>::Type;
-    if (units >= 16 / UNIT && address % 8 == 0) {
-        memory<u64>(address) = pack.low;
-        memory<u64>(address + 8) = pack.high;
-        return;
-    }
-#pragma unroll
-    for (u32 i = 0; i < 16 / UNIT; ++i) {
-        if (i < units) {
-            const u64 word = i * UNIT < 8 ? pack.low : pack.high;
-            memory<T>(address + i * UNIT) = static_cast<T>(word >> (8 * (i * UNIT % 8)));
-        }
-    }
+    constexpr u32 HALF = 8 / UNIT;
+    store_word<UNIT>(address, units, pack.low);
+    store_word<UNIT>(address + 8, units > HALF ? units - HALF : 0, pack.high);
 }
 
-// `bytes` in accesses of BYTES by all threads of the block, several in flight; gives what is done.
+// The threads that share a copy: which of them this one is, and how many they are.
+struct Team {
+    u32 member, members;
+};
+static __device__ __forceinline__ Team whole_block() { return {threadIdx.x, blockDim.x}; }
+
+// `bytes` in accesses of BYTES by a team, several in flight; gives what is done.
 template <u32 BYTES>
-static __device__ __forceinline__ u64 copy_units(u64 to, u64 from, u64 bytes) {
+static __device__ __forceinline__ u64 copy_units(const Team& team, u64 to, u64 from, u64 bytes) {
     using T = typename Unit<BYTES>::Type;
     constexpr u32 FLIGHT = 4;
-    const u64 units = bytes / BYTES, stride = blockDim.x;
-    u64 i = threadIdx.x;
+    const u64 units = bytes / BYTES, stride = team.members;
+    u64 i = team.member;
     for (; i + (FLIGHT - 1) * stride < units; i += FLIGHT * stride) {
         T values[FLIGHT];
 #pragma unroll
@@ -100,26 +119,30 @@ static __device__ __forceinline__ u64 copy_units(u64 to, u64 from, u64 bytes) {
     return units * BYTES;
 }
 
-// A copy by all threads of the block, as wide as both addresses allow.
-static __device__ __forceinline__ void copy(u64 to, u64 from, u64 bytes) {
+// A copy by a team, or by all threads of the block, as wide as both addresses allow.
+static __device__ __forceinline__ void copy(const Team& team, u64 to, u64 from, u64 bytes) {
     if (to == from) {
         return;
     }
     const u64 apart = to ^ from;
     if (apart % 16 == 0) {
         const u64 head = (16 - to % 16) % 16 < bytes ? (16 - to % 16) % 16 : bytes;
-        copy_units<1>(to, from, head);
-        const u64 done = head + copy_units<16>(to + head, from + head, bytes - head);
-        copy_units<1>(to + done, from + done, bytes - done);
+        copy_units<1>(team, to, from, head);
+        const u64 done = head + copy_units<16>(team, to + head, from + head, bytes - head);
+        copy_units<1>(team, to + done, from + done, bytes - done);
     } else if ((apart | to | bytes) % 8 == 0) {
-        copy_units<8>(to, from, bytes);
+        copy_units<8>(team, to, from, bytes);
     } else if ((apart | to | bytes) % 4 == 0) {
-        copy_units<4>(to, from, bytes);
+        copy_units<4>(team, to, from, bytes);
     } else if ((apart | to | bytes) % 2 == 0) {
-        copy_units<2>(to, from, bytes);
+        copy_units<2>(team, to, from, bytes);
     } else {
-        copy_units<1>(to, from, bytes);
+        copy_units<1>(team, to, from, bytes);
     }
+}
+
+static __device__ __forceinline__ void copy(u64 to, u64 from, u64 bytes) {
+    copy(whole_block(), to, from, bytes);
 }
 
 }  // namespace cupy_zc

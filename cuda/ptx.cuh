@@ -5,8 +5,14 @@
 //   *_release   all that this thread did before, and saw through a barrier, is visible to whoever
 //               sees the value with *_acquire. Scope: the whole system, peers and host included
 //   *_pair      two 8-byte words as one instruction; each word is whole, the pair need not be
-//   *_line      eight neighbouring lanes access one 128-byte line as one transaction. That it
-//               arrives whole is a property of the link (NVLink), which set-up must have tested
+//   *_line      eight neighbouring lanes access one 128-byte line. They are at one place, by
+//               meet_mates or from_last_lane with no branch since that parts them, so that a store
+//               leaves as one transaction. That no part of it arrives after its last word is a
+//               property of the link (NVLink), which set-up must have tested; that eight loads are
+//               served at one instant is promised by nobody
+//   *_mates, from_last_lane   name eight lanes in their mask, and they alone: others of the warp
+//               may be anywhere, or have returned. A mask that is no constant costs tens of cycles:
+//               one for several stores, and one for each turn of a wait
 //   spin        one turn of a wait; the waits themselves are in wait.cuh
 //
 // A host emulation supplies a header of this name in its place; nothing else differs there.
@@ -60,18 +66,18 @@ static __device__ __forceinline__ void store_pair(u64* at, Pack pack) {
 // The eight lanes of the warp that this lane shares a line with.
 static __device__ __forceinline__ u32 line_mates() { return 0xffu << (threadIdx.x & 24u); }
 
+static __device__ __forceinline__ void meet_mates() { __syncwarp(line_mates()); }
+
 static __device__ __forceinline__ void store_line(u64* line, Pack pack) {
-    __syncwarp(line_mates());
     store_pair(line + (threadIdx.x & 7u) * 2, pack);
 }
 
 static __device__ __forceinline__ Pack load_line(const u64* line) {
-    __syncwarp(line_mates());
     return load_pair(line + (threadIdx.x & 7u) * 2);
 }
 
 // What the last of the eight lanes passes: it is the one that sees the flag of a line.
-static __device__ __forceinline__ u64 from_last_lane(u64 value) {
+static __device__ __forceinline__ u32 from_last_lane(u32 value) {
     return __shfl_sync(line_mates(), value, 7, 8);
 }
 

@@ -5,9 +5,8 @@
 //             of the own input, which only this rank reads. See exchange.cuh for the rest
 //   traffic   each rank reads (n - 1) rows over the links
 //   result    in rank order, as two_shot.cu has it
-#include "exchange.cuh"
-#include "fold.cuh"
 #include "select.cuh"
+#include "shots.cuh"
 
 namespace cupy_zc {
 
@@ -15,19 +14,8 @@ template <class R>
 static __device__ __forceinline__ void reduce_scatter(const Args& args) {
     CUPY_ZC_SHARED(Bases, bases);
     Bases& shared = bases;
-    const Shape shape = {args.size, 1, Reach::EVERYONE, Reach::NOBODY, true};
-    exchange(args, shape, [&](const Part& part) {
-        if (threadIdx.x < args.size) {
-            shared.source[threadIdx.x] = part.input(threadIdx.x, args.rank);
-        }
-        if (threadIdx.x == 0) {
-            shared.target[0] = part.own(args.output, 0);
-            shared.sources = args.size;
-            shared.targets = 1;
-        }
-        __syncthreads();
-        fold_all<R>(shared, part.last - part.first);
-    });
+    exchange(args, reduce_scatter_shape(args),
+             [&](const Part& part) { reduce_scatter_part<R>(args, part, shared); });
 }
 
 }  // namespace cupy_zc

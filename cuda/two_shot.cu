@@ -4,12 +4,11 @@
 // Contract
 //   memory    any, registered or not on any rank, any alignment, in place or not; see exchange.cuh
 //             for who stages, who waits for whom, and why reuse is safe
-//   slices    block b of rank r handles slice r of the columns of block b, alone among all threads
+//   slices    see shots.cuh
 //   traffic   each rank reads and writes (n - 1) / n of the array over the links
 //   result    bitwise the same on all ranks: each element is reduced once, in rank order
-#include "exchange.cuh"
-#include "fold.cuh"
 #include "select.cuh"
+#include "shots.cuh"
 
 namespace cupy_zc {
 
@@ -17,25 +16,8 @@ template <class R>
 static __device__ __forceinline__ void two_shot(const Args& args) {
     CUPY_ZC_SHARED(Bases, bases);
     Bases& shared = bases;
-    const bool to_all = args.root == EVERY_RANK;
-    const Reach written = to_all ? Reach::EVERYONE : Reach::ROOT;
-    const Shape shape = {1, 1, Reach::EVERYONE, written, true};
-    exchange(args, shape, [&](const Part& part) {
-        const u64 line = LINE_BYTES / R::BYTES, width = part.last - part.first;
-        const u64 share = ceiling(ceiling(width, args.size), line) * line;
-        const u64 skip = least(width, args.rank * share);
-        if (threadIdx.x < args.size) {
-            const u32 rank = threadIdx.x;
-            shared.source[rank] = part.input(rank, 0) + skip * R::BYTES;
-            shared.target[rank] = part.output(to_all ? rank : args.root, 0) + skip * R::BYTES;
-        }
-        if (threadIdx.x == 0) {
-            shared.sources = args.size;
-            shared.targets = to_all ? args.size : 1;
-        }
-        __syncthreads();
-        fold_all<R>(shared, least(share, width - skip));
-    });
+    exchange(args, two_shot_shape(args),
+             [&](const Part& part) { two_shot_part<R>(args, part, shared); });
 }
 
 }  // namespace cupy_zc

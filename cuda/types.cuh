@@ -3,8 +3,9 @@
 // Contract
 //   Args      the one argument of every kernel; the host fills it as bytes, so its layout is fixed
 //   lane      memory that every rank owns one of, at the same layout, zeroed before its first use,
-//             and mapped by all peers: call words, pads, low-latency buffers, scratch. Calls that
-//             share a lane are ordered by a stream on every rank, the same calls in the same order
+//             and mapped by all peers: call words, pads, flags, low-latency buffers, scratch. Calls
+//             that share a lane are ordered by a stream on every rank, the same calls in the same
+//             order
 //   Location  where peers find an array: its arena and offset in a window, or STAGED
 //   arrays    an array is a matrix of `count` columns and one row, or one row for each rank, rows
 //             one after the other. Counts are elements, sizes and offsets are bytes
@@ -84,8 +85,13 @@ __device__ constexpr u64 pad_offset(u64 from, u64 block) {
     return PADS + (from * MAX_BLOCKS + block) * 8;
 }
 
-constexpr u64 STATE = pad_offset(MAX_RANKS, 0);  // of the own lane only: calls, and a failure
-constexpr u64 LL128 = 32768;
+constexpr u64 FLAGS = pad_offset(MAX_RANKS, 0);
+__device__ constexpr u64 flag_offset(u64 from, u64 block) {
+    return FLAGS + (from * MAX_BLOCKS + block) * 8;
+}
+
+constexpr u64 STATE = flag_offset(MAX_RANKS, 0);  // of the own lane only: calls, and a failure
+constexpr u64 LL128 = 40960;
 static_assert(STATE + 128 <= LL128, "the fixed part of a lane ends before the buffers");
 
 // A peer's buffers do not have a place for the rank itself.

@@ -8,10 +8,12 @@
 //             grid turns the tickets into the next epoch, after all have read this one. The epoch
 //             lives in device memory and only kernels advance it, so replaying a graph is like
 //             calling again
-//   Watch     one wait. `over` is asked after each poll that found nothing. It reads the clock now
-//             and then only; after PATIENCE it looks whether a peer announced another call, and
-//             whether another block already failed; after the budget it reports a time-out, naming
-//             a rank that did not announce this call where there is one, else the one waited for
+//   Timer     one wait of any kind. `due` is asked after each poll that found nothing. It reads the
+//             clock now and then only, and says yes from PATIENCE on, or once the budget is spent
+//   Watch     one wait of a collective. `over` is asked after each poll that found nothing. When it
+//             is time to ask why, it looks whether a peer announced another call, and whether
+//             another block already failed; after the budget it reports a time-out, naming a rank
+//             that did not announce this call where there is one, else the one waited for
 //   report    the first to note the call that failed writes the record: fields, then the code,
 //             which is a release at system scope. Later failures of the lane write nothing. The
 //             other blocks of a call that fails still run, for their peers must hear what was
@@ -55,17 +57,22 @@ static __device__ __forceinline__ u64 begin(const Args& args) {
     return epoch;
 }
 
-static __device__ __forceinline__ void report(const Args& args, u64 epoch, Code code, u32 rank,
-                                              u64 detail) {
-    if (!atomic_claim(failure_of(args), epoch)) {
+// The first to claim the failure word tells the host.
+static __device__ __forceinline__ void record(u64* failure, u64 error, const ErrorRecord& said) {
+    if (!atomic_claim(failure, said.epoch)) {
         return;
     }
-    ErrorRecord* const record = reinterpret_cast<ErrorRecord*>(args.error);
-    record->rank = rank;
-    record->lane = args.lane;
-    record->epoch = epoch;
-    record->detail = detail;
-    store_release(&record->code, static_cast<u32>(code));
+    ErrorRecord* const to = reinterpret_cast<ErrorRecord*>(error);
+    to->rank = said.rank;
+    to->lane = said.lane;
+    to->epoch = said.epoch;
+    to->detail = said.detail;
+    store_release(&to->code, said.code);
+}
+
+static __device__ __forceinline__ void report(const Args& args, u64 epoch, Code code, u32 rank,
+                                              u64 detail) {
+    record(failure_of(args), args.error, {code, rank, args.lane, epoch, detail});
 }
 
 // A word carries the low half of the epoch in each of its halves, so that neither order nor tearing
@@ -98,10 +105,10 @@ static __device__ __forceinline__ bool differs(const Args& args, u64 epoch, u32 
     return true;
 }
 
-class Watch {
+class Timer {
    public:
-    // After a poll that found nothing: true once the wait for `peer` has failed, and is reported.
-    __device__ __forceinline__ bool over(const Args& args, u64 epoch, u32 peer) {
+    // After a poll that found nothing: true once it is time to ask why.
+    __device__ __forceinline__ bool due(u64 budget) {
         spin(patient_);
         if (++polls_ % (patient_ ? 1 : POLLS) != 0) {
             return false;
@@ -111,15 +118,31 @@ class Watch {
             started_ = now;
         }
         // The timers of two multiprocessors, or a thread that moved, may differ by a little.
-        const u64 waited = now > started_ ? now - started_ : 0;
-        if (waited >= args.budget) {
-            report(args, epoch, CODE_TIMEOUT, culprit(args, epoch, peer), waited);
-            return true;
-        }
-        if (waited < PATIENCE) {
+        waited_ = now > started_ ? now - started_ : 0;
+        patient_ = patient_ || waited_ >= PATIENCE;
+        return patient_ || waited_ >= budget;
+    }
+
+    __device__ __forceinline__ u64 waited() const { return waited_; }
+
+   private:
+    u64 started_ = 0;
+    u64 waited_ = 0;
+    u32 polls_ = 0;
+    bool patient_ = false;
+};
+
+class Watch {
+   public:
+    // After a poll that found nothing: true once the wait for `peer` has failed, and is reported.
+    __device__ __forceinline__ bool over(const Args& args, u64 epoch, u32 peer) {
+        if (!timer_.due(args.budget)) {
             return false;
         }
-        patient_ = true;
+        if (timer_.waited() >= args.budget) {
+            report(args, epoch, CODE_TIMEOUT, culprit(args, epoch, peer), timer_.waited());
+            return true;
+        }
         for (u32 other = 0; other < args.size; ++other) {
             if (other != args.rank && differs(args, epoch, other)) {
                 return true;
@@ -139,9 +162,7 @@ class Watch {
         return peer;
     }
 
-    u64 started_ = 0;
-    u32 polls_ = 0;
-    bool patient_ = false;
+    Timer timer_;
 };
 
 }  // namespace cupy_zc

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import select
 import shutil
 import struct
@@ -28,6 +29,14 @@ KERNELS = {
          "scatter", "gather", "barrier")
     )
 }  # fmt: skip
+KERNELS |= {
+    f"ll128_{name}": number
+    for number, name in (
+        (20, "all_gather"), (21, "all_to_all"), (22, "broadcast"), (23, "scatter"), (24, "gather"),
+        (40, "reduce_scatter"), (41, "reduce"),
+    )
+}  # fmt: skip
+KERNELS |= {"push_reduce": 60, "push_reduce_scatter": 61}
 EVERY_RANK = (1 << 32) - 1
 TIMEOUT, MISMATCH = 1, 2
 GUARD = 64
@@ -38,6 +47,13 @@ FIBERS = ["-O1"]
 #: ThreadSanitizer, which needs real threads; one type and operation keep the compilation short.
 SANITIZED = ["-O1", "-g", "-fsanitize=thread", "-DEMULATION_THREADS", "-DEMULATION_SMALL"]
 SMALL = ["-O1", "-DEMULATION_SMALL"]
+#: What a sanitized program has in its environment.
+TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+#: Of each program: its sources; the first one is compiled in parts, by element types.
+PROGRAMS = {
+    "collectives": ("kernels.cpp", "pushes.cpp", "driver.cpp"),
+    "mail": ("mail_kernel.cpp", "mail.cpp"),
+}
 
 
 def compiler() -> str:
@@ -70,8 +86,22 @@ class CompileError(AssertionError):
     """The kernels do not compile for the host."""
 
 
+def included(sources: dict[str, str], name: str) -> set[str]:
+    """A source, and what it includes, directly or not."""
+    found, left = set[str](), [name]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += re.findall(r'^#include "(.+)"', sources[name], re.MULTILINE)
+    return found
+
+
 def build(
-    cache: Path, flags: Sequence[str], mutate: Callable[[str, str], str] | None = None
+    cache: Path,
+    flags: Sequence[str],
+    mutate: Callable[[str, str], str] | None = None,
+    name: str = "collectives",
 ) -> Path:
     """The emulation as a program; compiled only where these very sources never were.
 
@@ -79,13 +109,15 @@ def build(
         cache: A directory that outlives the test run.
         flags: Compiler options of this build.
         mutate: Given the name and text of each kernel source, its text to compile.
+        name: One of the programs.
     """
     sources: dict[str, str] = {}
     for path in sorted([*(ROOT / "cuda").glob("*.cu*"), *(ROOT / "tests/emulation").iterdir()]):
         sources[path.name] = path.read_text()  # the emulation's ptx.cuh comes later, and stays
     if mutate is not None:
-        sources = {name: mutate(name, text) for name, text in sources.items()}
-    key = hashlib.sha256(repr((sources, COMMON, flags, compiler())).encode()).hexdigest()[:20]
+        sources = {file: mutate(file, text) for file, text in sources.items()}
+    identity = repr((sources, COMMON, flags, compiler(), name))
+    key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     place = cache / key
     program = place / "emulation"
     if program.exists():
@@ -93,42 +125,52 @@ def build(
         return program
     work = cache / f"{key}.{os.getpid()}"
     work.mkdir(parents=True)
-    for name, text in sources.items():
-        (work / name).write_text(text)
-
-    def compiled(unit: tuple[str, int]) -> str:
-        source, part = unit
-        output = f"{source}.{part}.o"
-        command = [compiler(), *COMMON, *flags, "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-        command += [f"-DSLICE={part}", "-c", source, "-o", output]
-        call(command)
-        return output
+    for file, text in sources.items():
+        (work / file).write_text(text)
 
     def call(command: list[str]) -> None:
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
         if done.returncode or "warning:" in done.stderr:
             raise CompileError(done.stderr[:4000])
 
-    def driver() -> str:
-        """The one object that a change of a kernel leaves as it is."""
-        needed = [sources[name] for name in ("driver.cpp", "runtime.h", "table.h", "types.cuh")]
-        key = hashlib.sha256(repr((needed, COMMON, flags, compiler())).encode()).hexdigest()[:20]
-        output = cache / f"driver-{key}.o"
-        if not output.exists():
-            (work / compiled(("driver.cpp", 0))).rename(output)
+    def compiled(unit: tuple[str, int]) -> str:
+        """An object; most of them are as they were where one kernel changes."""
+        source, part = unit
+        needed = {file: sources[file] for file in included(sources, source)}
+        key = hashlib.sha256(repr((needed, unit, COMMON, flags, compiler())).encode()).hexdigest()
+        output = cache / f"{source}-{key[:20]}.o"
+        if output.exists():
+            os.utime(output)
+            return str(output)
+        own = f"{source}.{part}.o"
+        command = [compiler(), *COMMON, *flags, "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+        call([*command, f"-DSLICE={part}", "-c", source, "-o", own])
+        (work / own).rename(output)
         return str(output)
 
-    parts = (3,) if "-DEMULATION_SMALL" in flags else (0, 2, 3, 1)
+    first, *others = PROGRAMS[name]
+    parts = (3,) if "-DEMULATION_SMALL" in flags or name != "collectives" else (0, 2, 3, 1)
+    units = [*((first, part) for part in parts), *((source, 0) for source in others)]
     with ThreadPoolExecutor(2) as workers:
-        linked = workers.submit(driver)
-        objects = [*workers.map(compiled, [("kernels.cpp", part) for part in parts])]
-        objects.append(linked.result())
+        objects = [*workers.map(compiled, units)]
     call([compiler(), *COMMON, *flags, *objects, "-o", "emulation"])
     try:
         work.rename(place)
     except OSError:  # another run was quicker
         shutil.rmtree(work)
     return program
+
+
+def mutant(file: str, old: str, new: str) -> Callable[[str, str], str]:
+    """What ``build`` takes to change one thing in one source."""
+
+    def mutate(name: str, text: str) -> str:
+        if name != file:
+            return text
+        assert old in text, f"{file} no longer has {old!r}: mend the mutation"
+        return text.replace(old, new)
+
+    return mutate
 
 
 @dataclass
@@ -147,6 +189,8 @@ class Rank:
     input_skew: int = 0
     output_skew: int = 0
     fingerprint: int = 0x1234_5678_9ABC_DEF0
+    #: Kernel and root of each repeat; empty where all are alike.
+    calls: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -171,6 +215,8 @@ class Launch:
     packs: int = 512
     #: The number of calls the lanes have seen, where they are fresh.
     epoch: int = 0
+    #: A kernel for every second call, in place of the other.
+    alternate: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,12 +288,18 @@ class Emulation:
             in_place = ("", "input in output", "output in input").index(rank.in_place)
             count = rank.input.shape[2]
             assert rank.input.shape == (repeats, launch.input_rows, count)
+            calls = rank.calls
+            if launch.alternate:
+                both = (rank.kernel or launch.kernel, launch.alternate)
+                calls = [(both[number % 2], launch.root) for number in range(repeats)]
+            assert len(calls) in (0, repeats)
             message += [
                 struct.pack(
                     "<8I2Q", KERNELS[rank.kernel or launch.kernel], registered, rank.absent,
-                    in_place, rank.row, rank.input_skew, rank.output_skew, 0, count,
+                    in_place, rank.row, rank.input_skew, rank.output_skew, len(calls), count,
                     rank.fingerprint,
                 ),
+                *(struct.pack("<2I", KERNELS[kernel], root) for kernel, root in calls),
                 np.ascontiguousarray(rank.input).tobytes(),
             ]  # fmt: skip
         deadline = time.monotonic() + self.patience

@@ -75,20 +75,21 @@ def expected(launch: Launch) -> list[Array | None]:
     """The outputs of all ranks; None where a rank's output must not be touched."""
     inputs, size = [rank.input for rank in launch.ranks], len(launch.ranks)
     root, name = launch.root, OPERATIONS[launch.operation]
-    if launch.kernel in ("ll128", "ll", "two_shot"):
+    kernel = launch.kernel.removeprefix("ll128_")
+    if kernel in ("ll128", "ll", "two_shot", "reduce"):
         result = reduced(name, inputs)
         return [result if root in (EVERY_RANK, rank) else None for rank in range(size)]
-    if launch.kernel == "reduce_scatter":
+    if kernel == "reduce_scatter":
         return [reduced(name, [each[:, [rank]] for each in inputs]) for rank in range(size)]
-    if launch.kernel == "all_gather":
+    if kernel == "all_gather":
         return [np.concatenate(inputs, axis=1)] * size
-    if launch.kernel == "all_to_all":
+    if kernel == "all_to_all":
         return [
             np.concatenate([each[:, [rank]] for each in inputs], axis=1) for rank in range(size)
         ]
-    if launch.kernel == "broadcast":
+    if kernel == "broadcast":
         return [inputs[root]] * size
-    if launch.kernel == "scatter":
+    if kernel == "scatter":
         return [inputs[root][:, [rank]] for rank in range(size)]
     gathered = np.concatenate(inputs, axis=1)
     return [gathered if rank == root else None for rank in range(size)]
@@ -160,6 +161,7 @@ def same(one: Array, other: Array) -> bool:
 def check(launch: Launch, outcomes: list[Outcome]) -> None:
     """Every rank has what NumPy says, bit for bit, and nothing else was written."""
     name, dtype = OPERATIONS[launch.operation], DTYPES[launch.element]
+    kernel = launch.kernel.removeprefix("ll128_")
     wanted = expected(launch)
     first = next(
         each.output for each, want in zip(outcomes, wanted, strict=True) if want is not None
@@ -171,11 +173,9 @@ def check(launch: Launch, outcomes: list[Outcome]) -> None:
         assert outcome.code == 0, f"{outcome} on {where}"
         if want is None:
             assert rank.in_place or outcome.untouched, where
-        elif dtype.kind == "c" and name == "prod" and launch.kernel in ("ll128", "ll", "two_shot"):
+        elif dtype.kind == "c" and name == "prod":
             np.testing.assert_allclose(outcome.output, want, 1e-4, err_msg=where)
-            assert same(outcome.output, first), where
-        elif dtype.kind == "c" and name == "prod" and launch.kernel == "reduce_scatter":
-            np.testing.assert_allclose(outcome.output, want, 1e-4, err_msg=where)
+            assert kernel == "reduce_scatter" or same(outcome.output, first), where
         else:
             assert same(outcome.output, want), where
         assert outcome.guards is None or set(outcome.guards) == {POISON}, where

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,14 @@ from emulated import (
     MISMATCH,
     SANITIZED,
     SMALL,
+    TSAN,
     CompileError,
     Emulation,
     Launch,
     build,
     build_directory,
     forget_old_builds,
+    mutant,
 )
 from emulated_cases import FLOAT32, MOVING, REDUCING, check, launch_of, odd_launch
 
@@ -31,9 +32,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cache(request: pytest.FixtureRequest) -> Path:
     return build_directory(request.config)
-
-
-TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
 
 
 def staged(case: str, size: int, *, registered: bool) -> Launch:
@@ -90,9 +88,9 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
     "second place of words": (
         "wait.cuh", "words_offset(epoch & 1", "words_offset(epoch & 0", ("ll",), False),
     "flag of a line": (
-        "lines.cuh", "packs[rank].high != flag_", "false", ("ll128",), False),
+        "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_", ("ll128",), False),
     "flag of a packet": (
-        "ll.cu", "is_of(high.high, epoch)", "true", ("ll",), False),
+        "packets.cuh", "is_of(high.high, number)", "true", ("ll",), False),
     "fingerprint in a flag": (
         "lines.cuh", "args_.fingerprint & 0xffffff", "0", ("ll128",), False),
     "comparison of fingerprints": (
@@ -101,16 +99,6 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
     "double scratch": (
         "exchange.cuh", "chunk & 1,", "0,", ("two_shot",), False),
 }  # fmt: skip
-
-
-def mutant(file: str, old: str, new: str) -> Callable[[str, str], str]:
-    def mutate(name: str, text: str) -> str:
-        if name != file:
-            return text
-        assert old in text, f"{file} no longer has {old!r}: mend the mutation"
-        return text.replace(old, new)
-
-    return mutate
 
 
 def noticed(cache: Path, name: str) -> str:

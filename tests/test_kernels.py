@@ -18,7 +18,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cu"))
 HEADERS = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cuh"))
 #: The sources that are compiled for one element type and operation, and what is hard about them.
-REDUCING = ("ll.cu", "ll128.cu", "reduce_scatter.cu", "two_shot.cu")
+REDUCING = (
+    "ll.cu", "ll128.cu", "ll128_reduce.cu", "ll128_reduce_scatter.cu", "push_reduce.cu",
+    "reduce_scatter.cu", "two_shot.cu",
+)  # fmt: skip
 SELECTIONS = [("u8", "Sum"), ("Half", "Avg"), ("Complex<double>", "Prod"), ("long long", "Avg")]
 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
     SELECTIONS = [
@@ -86,6 +89,11 @@ def test_an_operation_that_a_type_does_not_have_does_not_compile() -> None:
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
 def test_the_collectives_that_only_move_data_are_in_one_module(name: str) -> None:
     assert f".text.{name}\0".encode() in compiled("push.cu", "sm_90")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
+def test_so_are_those_that_move_lines(name: str) -> None:
+    assert f".text.ll128_{name}\0".encode() in compiled("ll128_move.cu", "sm_90")
 
 
 def test_only_the_header_for_it_holds_ptx() -> None:

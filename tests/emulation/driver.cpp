@@ -1,9 +1,10 @@
 // Reads launches from standard input, runs them, writes what came out to standard output.
 //
-// One launch: a Launch, then for each rank a Rank and its inputs (rows of its own count), one for
-// each repeat. The answer: for each rank its ErrorRecord, then for each repeat its input afterwards
-// and its output between two guards. Lanes live on from launch to launch until one is `fresh`.
-// Buffers that are not registered have windows at an address that nothing may touch.
+// One launch: a Launch, then for each rank a Rank, its Calls where repeats are not all alike, and
+// its inputs (rows of its own count), one for each repeat. The answer: for each rank its
+// ErrorRecord, then for each repeat its input afterwards and its output between two guards. Lanes
+// live on from launch to launch until one is `fresh`. Buffers that are not registered have windows
+// at an address that nothing may touch.
 //
 // A rank is a stream: before each repeat it fills its input, after it it takes what it has and
 // scribbles over the input, as kernels before and after would. Its own threads are ordered with
@@ -25,8 +26,11 @@ struct Launch {
 };
 struct Rank {
     u32 kernel, registered, absent, in_place;  // in_place: 1 input in output, 2 output in input
-    u32 row, input_skew, output_skew, unused;
+    u32 row, input_skew, output_skew, calls;  // calls: none, or one for each repeat
     u64 count, fingerprint;
+};
+struct Call {
+    u32 kernel, root;
 };
 static_assert(sizeof(Launch) == 96 && sizeof(Rank) == 48, "the test packs them");
 
@@ -64,15 +68,27 @@ class Stream {
         in_ = row * launch.input_rows;
         out_ = row * launch.output_rows;
         for (u32 repeat = 0; repeat < launch.repeats; ++repeat) {
+            calls_.push_back({rank.kernel, launch.root});
+            if (rank.calls != 0) {
+                get(&calls_.back(), sizeof(Call));
+            }
+        }
+        for (u32 repeat = 0; repeat < launch.repeats; ++repeat) {
             given_.emplace_back(in_);
             get(given_.back().data(), in_);
         }
     }
 
-    void run(Kernel kernel, const Args& args) {
+    void run(const Args& args) {
         for (u32 repeat = 0; repeat < launch_.repeats; ++repeat) {
+            const Kernel kernel = find(calls_[repeat].kernel, launch_.element, launch_.operation);
+            if (kernel == nullptr) {
+                emulation::die("there is no such kernel");
+            }
+            Args called = args;
+            called.root = calls_[repeat].root;
             all_.arrive([] {}, [&] { fill(repeat); });
-            kernel(args);
+            kernel(called);
             all_.arrive([] {}, [&] { finish(); });
         }
     }
@@ -103,6 +119,7 @@ class Stream {
     Buffer &input_, &output_;
     emulation::Rendezvous all_;
     u64 in_, out_;
+    std::vector<Call> calls_;
     std::vector<std::vector<unsigned char>> given_;
     std::vector<unsigned char> result_;
 };
@@ -160,7 +177,6 @@ void serve(const Launch& launch) {
         args.rank = r;
         args.size = size;
         args.arenas = 2;
-        args.root = launch.root;
         args.element = launch.element_bytes;
         args.two_step = launch.two_step;
         for (u32 peer = 0; peer < size; ++peer) {
@@ -172,11 +188,7 @@ void serve(const Launch& launch) {
     std::vector<std::function<void()>> bodies(size);
     std::vector<emulation::Fiber> fibers;
     for (u32 r = 0; r < size; ++r) {
-        const Kernel kernel = find(ranks[r].kernel, launch.element, launch.operation);
-        if (kernel == nullptr) {
-            emulation::die("there is no such kernel");
-        }
-        bodies[r] = [kernel, &streams, &all, r] { streams[r]->run(kernel, all[r]); };
+        bodies[r] = [&streams, &all, r] { streams[r]->run(all[r]); };
         if (ranks[r].absent != 0) {
             streams[r]->skip();
         }

@@ -5,6 +5,9 @@
 #include "runtime.h"
 
 #include "ll128.cu"
+#include "ll128_move.cu"
+#include "ll128_reduce.cu"
+#include "ll128_reduce_scatter.cu"
 #include "ll.cu"
 #include "two_shot.cu"
 #include "reduce_scatter.cu"
@@ -29,6 +32,10 @@ Kernel reducing(unsigned kernel) {
             return two_shot<R>;
         case 3:
             return reduce_scatter<R>;
+        case 40:
+            return ll128_reduce_scatter<R>;
+        case 41:
+            return ll128_reduce<R>;
     }
     return nullptr;
 }
@@ -120,6 +127,16 @@ Kernel find_moving(unsigned kernel) {
             return moving<gather>;
         case 9:
             return moving<barrier>;
+        case 20:
+            return moving<ll128_all_gather>;
+        case 21:
+            return moving<ll128_all_to_all>;
+        case 22:
+            return moving<ll128_broadcast>;
+        case 23:
+            return moving<ll128_scatter>;
+        case 24:
+            return moving<ll128_gather>;
     }
     return nullptr;
 }

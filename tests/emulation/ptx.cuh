@@ -1,9 +1,8 @@
 // Stands in for cuda/ptx.cuh on the host: the same names, the same promises, nothing more.
 //
-// A line is one access of eight lanes: whoever comes last makes it. Its words are relaxed atomics,
-// stored with the flag last and loaded with the flag first, which on the host's memory model is
-// "whole if the flag is there", and orders nothing in the eyes of ThreadSanitizer, as on the
-// device.
+// Eight lanes store a line together: whoever comes last does it, the flag last. They load it one by
+// one, in any order, as nothing promises that the device serves them at one instant. The words are
+// relaxed atomics, which order nothing in the eyes of ThreadSanitizer, as on the device.
 #pragma once
 
 #include "runtime.h"
@@ -43,6 +42,8 @@ inline void store_pair(u64* at, Pack pack) {
     store_relaxed(at + 1, pack.high);
 }
 
+inline void meet_mates() {}  // the eight meet where the line is stored
+
 inline void store_line(u64* line, Pack pack) {
     emulation::perhaps_yield();
     emulation::eight(pack.low, pack.high, [line](uint64_t* in, uint64_t*) {
@@ -52,20 +53,14 @@ inline void store_line(u64* line, Pack pack) {
     });
 }
 inline Pack load_line(const u64* line) {
-    emulation::perhaps_yield();
-    const uint64_t* const mine = emulation::eight(0, 0, [line](uint64_t*, uint64_t* out) {
-        for (int i = 15; i >= 0; --i) {
-            out[i] = __atomic_load_n(line + i, __ATOMIC_RELAXED);
-        }
-    });
-    return {mine[0], mine[1]};
+    return load_pair(line + threadIdx.x % 8 * 2);
 }
-inline u64 from_last_lane(u64 value) {
-    return *emulation::eight(value, 0, [](uint64_t* in, uint64_t* out) {
+inline u32 from_last_lane(u32 value) {
+    return static_cast<u32>(*emulation::eight(value, 0, [](uint64_t* in, uint64_t* out) {
         for (int i = 0; i < 8; ++i) {
             out[i * 2] = in[14];
         }
-    });
+    }));
 }
 
 inline u64 atomic_add(u64* at, u64 value) {

@@ -11,9 +11,13 @@ Kernel find_1(unsigned kernel, unsigned element, unsigned operation);
 Kernel find_2(unsigned kernel, unsigned element, unsigned operation);
 Kernel find_3(unsigned kernel, unsigned element, unsigned operation);
 Kernel find_moving(unsigned kernel);
+Kernel find_push(unsigned kernel, unsigned element, unsigned operation);
+
+constexpr unsigned PUSHES = 60;  // this kernel and the next are in pushes.cpp
 
 inline Kernel find(unsigned kernel, unsigned element, unsigned operation) {
-    if (kernel >= 4) return find_moving(kernel);
+    if (kernel >= PUSHES) return find_push(kernel, element, operation);
+    if (kernel >= 4 && kernel < 40) return find_moving(kernel);
 #ifndef EMULATION_SMALL
     if (element < 3) return find_0(kernel, element, operation);
     if (element < 7) return find_1(kernel, element, operation);

@@ -1,0 +1,177 @@
+// One end of a channel of mail.cuh, as one block sees it: where things are, and what it waits for.
+//
+// Contract
+//   number    of a message on its channel, from 1: the order of the launches on either side. It
+//             lives in device memory and is advanced by the block that is the last to leave, when
+//             all others have read it. So replaying a graph is like calling again
+//   flag      of a letter's packets: 1 to 2^32 - 1 in turn, never the 0 of fresh memory
+//   until     one wait, by any threads of a block; they must come together afterwards. It fails,
+//             and all has been reported, where it lasts and the mail of this rank has failed, or
+//             the peer refused a message, and where the budget is spent: then the peer is named
+//   greet     waits for the header of the message. One that is not expected is reported, and
+//             refused: the peer finds that out when it waits, or calls again, and reports it too
+//   failure   the first one ends the mail of the whole rank: later calls return at once
+//   order     the words of a Desk that one peer writes are relaxed, except `refused`, and the
+//             counters of slots, which mail.cu uses; the own Progress is ordered by the streams
+#pragma once
+
+#include "mail.cuh"
+#include "memory.cuh"
+#include "packets.cuh"
+
+namespace cupy_zc {
+
+class Channel {
+   public:
+    const MailPart& part;
+    const bool push;  // which end
+    const u32 track;
+
+    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track)
+        : part(push ? args.push : args.drain), push(push), track(track), args_(args) {
+        number_ = load_relaxed(&progress().messages) + 1;
+    }
+
+    // False where the mail failed before, or the peer refused something.
+    __device__ __forceinline__ bool alive() const {
+        const u64 failure = load_relaxed(&memory<Area>(args_.area).failure);
+        const u64 trouble = load_relaxed(&mine().refused);
+        if (failure != 0 || trouble == 0) {
+            return failure == 0;
+        }
+        const u64 refused = load_acquire(&mine().refused);
+        report(CODE_MISMATCH, refused, load_relaxed(&mine().expected));
+        return false;
+    }
+
+    template <class Ready>
+    __device__ __forceinline__ bool until(const Ready& ready) const {
+        Timer timer;
+        while (!ready()) {
+            if (!timer.due(args_.budget)) {
+                continue;
+            }
+            if (!alive()) {
+                return false;
+            }
+            if (timer.waited() >= args_.budget) {
+                report(CODE_TIMEOUT, number_, timer.waited());
+                return false;
+            }
+        }
+        return true;
+    }
+    // The first wait of a call. The loads of the first poll and those of `alive` travel together.
+    template <class Ready>
+    __device__ __forceinline__ bool alive_until(const Ready& ready) const {
+        const bool at_once = ready();
+        return alive() && (at_once || until(ready));
+    }
+
+    __device__ __forceinline__ bool letter_is_free() const {
+        return load_relaxed(&mine().taken) + args_.letters >= number_;
+    }
+    __device__ __forceinline__ void send_header() const {
+        store_packets(letter(), {part.fingerprint, part.bytes}, flag());
+    }
+    __device__ __forceinline__ bool greet() const {
+        Pack header;
+        if (!alive_until([&] { return load_packets(letter(), flag(), header); })) {
+            return false;
+        }
+        if (header.low == part.fingerprint && header.high == part.bytes) {
+            return true;
+        }
+        store_relaxed(&theirs().expected, part.fingerprint);
+        store_release(&theirs().refused, number_);
+        report(CODE_MISMATCH, number_, header.low);
+        return false;
+    }
+
+    // The start of a message that goes through slots, by one thread of each block.
+    __device__ __forceinline__ bool start() const {
+        if (!push) {
+            return greet();
+        }
+        if (track != 0) {
+            return alive();
+        }
+        const bool good = alive_until([&] { return letter_is_free(); });
+        if (good) {
+            send_header();
+        }
+        return good;
+    }
+
+    // Packets of 16 bytes of the data of a letter.
+    __device__ __forceinline__ void send(u64 index, const Pack& pack) const {
+        store_packets(packets_of(index), pack, flag());
+    }
+    __device__ __forceinline__ bool take(u64 index, Pack& pack) const {
+        return alive_until([&] { return load_packets(packets_of(index), flag(), pack); });
+    }
+
+    // Of the own track: slots passed in earlier messages; what the other side counts, and how far
+    // this one may be ahead of it; what this side counts, at the other.
+    __device__ __forceinline__ u64& passed() const { return progress().slots[track]; }
+    __device__ __forceinline__ const u64* gate() const {
+        return push ? &mine().drained[track] : &mine().filled[track];
+    }
+    __device__ __forceinline__ u64 lead() const { return push ? args_.slots : 0; }
+    __device__ __forceinline__ u64* post() const {
+        return push ? &theirs().filled[track] : &theirs().drained[track];
+    }
+    __device__ __forceinline__ u64 slot(u64 index) const {
+        const u64 place = track * static_cast<u64>(args_.slots) + (index & (args_.slots - 1));
+        return base() + args_.letters * letter_bytes(args_.letter) + place * args_.slot;
+    }
+
+    // By one thread of every block that passed the message, after all of the block have.
+    __device__ __forceinline__ void leave(u32 blocks) const {
+        if (blocks > 1) {
+            if (atomic_add(&progress().tickets, 1) + 1 != blocks) {
+                return;
+            }
+            store_relaxed(&progress().tickets, 0);
+        }
+        store_relaxed(&progress().messages, number_);
+        if (!push) {
+            store_relaxed(&theirs().taken, number_);
+        }
+    }
+
+   private:
+    __device__ __forceinline__ u32 peer() const { return static_cast<u32>(part.peer); }
+    __device__ __forceinline__ Desk& mine() const { return memory<Area>(args_.area).desks[peer()]; }
+    __device__ __forceinline__ Desk& theirs() const {
+        return memory<Area>(part.area).desks[args_.rank];
+    }
+    __device__ __forceinline__ Progress& progress() const {
+        return push ? mine().push : mine().drain;
+    }
+
+    // The channel is in the memory of the rank that drains it.
+    __device__ __forceinline__ u64 base() const {
+        const u64 place = push ? seat(args_.rank, peer()) : seat(peer(), args_.rank);
+        return (push ? part.area : args_.area) + sizeof(Area) +
+               place * channel_bytes(args_.letter, args_.letters, args_.slot, args_.slots,
+                                     args_.tracks);
+    }
+    __device__ __forceinline__ u64* letter() const {
+        return &memory<u64>(base() + (number_ & (args_.letters - 1)) * letter_bytes(args_.letter));
+    }
+    __device__ __forceinline__ u64* packets_of(u64 index) const {
+        return letter() + (LINE_BYTES + index * PACKET_BYTES) / 8;
+    }
+    __device__ __forceinline__ u64 flag() const { return number_ % 0xffffffff + 1; }
+
+    __device__ __forceinline__ void report(Code code, u64 number, u64 detail) const {
+        u64* const failure = &memory<Area>(args_.area).failure;
+        record(failure, args_.error, {code, peer(), args_.lane, number, detail});
+    }
+
+    const MailArgs& args_;
+    u64 number_;
+};
+
+}  // namespace cupy_zc

@@ -1,0 +1,40 @@
+// Reduces a line of every rank.
+//
+// Contract
+//   ElementRows  lines of whole elements: 120 bytes of them, but 112 where elements have 16
+//   order        by rank, as fold.cuh has it: bitwise the same wherever it is done
+#pragma once
+
+#include "line_rows.cuh"
+#include "reduce.cuh"
+
+namespace cupy_zc {
+
+template <class R>
+using ElementRows = Rows<Element<typename R::E>::UNIT, 120 / R::BYTES * R::BYTES>;
+
+// Waits for a line of every peer, and folds them and the own pack; the result replaces that.
+template <class R>
+static __device__ __forceinline__ bool reduce(const Args& args, const Lines& lines, u64 line,
+                                              Pack& pack) {
+    Pack packs[MAX_RANKS];
+#pragma unroll
+    for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
+        packs[rank] = pack;
+    }
+    if (!lines.collect(peers_of(args), line, packs)) {
+        return false;
+    }
+    typename R::template Fold<> fold;
+    fold.start(packs[0]);
+#pragma unroll
+    for (u32 rank = 1; rank < MAX_RANKS; ++rank) {
+        if (rank < args.size) {
+            fold.add(packs[rank]);
+        }
+    }
+    pack = fold.result(args.size);
+    return true;
+}
+
+}  // namespace cupy_zc

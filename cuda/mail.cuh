@@ -1,0 +1,104 @@
+// The values that the mail kernel is given, and where things are in a mail area.
+//
+// Contract
+//   MailArgs  the one argument of the kernel; the host fills it as bytes, so its layout is fixed
+//   area      memory that every rank owns one of, at the same layout, zeroed before its first use,
+//             and mapped by all peers: an Area, then one channel for each peer
+//   channel   what one rank pushes to another, in the memory of the one that drains it. A channel
+//             has letters, one for each message in turn: its header and, of a small message, its
+//             data; and slots for the data of large ones. Slots come in tracks: the block of a
+//             track fills, or drains, its slots alone
+//   Desk      what a rank knows of one peer. Its three parts have different writers; nobody else
+//             writes to them
+//   launch    one-dimensional, of mail_blocks(args, push) + mail_blocks(args, drain) blocks, all
+//             resident at once; a multiple of 32 threads up to 512. The number of threads may
+//             differ from rank to rank; letter, slot, letters, slots and tracks may not
+#pragma once
+
+#include "types.cuh"
+
+namespace cupy_zc {
+
+constexpr u32 MAX_TRACKS = 64;
+constexpr u64 NOBODY = ~0ull;  // MailPart::peer where a launch does not push, or does not drain
+
+struct MailPart {
+    u64 array;        // address of what to push, or of where to drain to: any alignment
+    u64 bytes;        // of it
+    u64 fingerprint;  // of all that both sides must agree on: element type, order, count
+    u64 area;         // address of the peer's mail area as mapped here
+    u64 peer;         // another rank than the own one, or NOBODY
+};
+static_assert(sizeof(MailPart) == 40, "the host fills 40 bytes");
+
+struct MailArgs {
+    MailPart push, drain;  // their arrays do not overlap: neither part waits for the other
+    u64 area;              // address of the own mail area
+    u64 error;             // address of an ErrorRecord, zeroed by the host; one for each area
+    u64 lane;              // a number for the record
+    u64 budget;            // nanoseconds that a wait may last
+    u64 letter;            // bytes of data that a letter holds: a multiple of 64, or 0
+    u64 slot;              // bytes of a slot: a multiple of 128
+    u32 letters;           // of a channel: a power of two
+    u32 slots;             // of a track: a power of two
+    u32 tracks;            // of a channel: MAX_TRACKS at most
+    u32 rank;
+};
+static_assert(sizeof(MailArgs) == 144, "the host fills 144 bytes");
+static_assert(__is_trivially_copyable(MailArgs), "the host fills it as bytes");
+
+// How far the own rank has come on a channel. Only its own kernels touch it.
+struct Progress {
+    u64 messages;  // passed so far
+    u64 tickets;   // blocks that are done with the present one
+    u64 reserved[14];
+    u64 slots[MAX_TRACKS];  // passed so far
+};
+
+struct Desk {
+    // Written by the peer, which drains what this rank pushes.
+    u64 taken;     // messages whose letter may be written over
+    u64 refused;   // the number of a message that it did not expect, stored last
+    u64 expected;  // and the fingerprint that it expected
+    u64 unused[13];
+    u64 drained[MAX_TRACKS];  // slots
+    // Written by the peer, which pushes to this rank.
+    u64 filled[MAX_TRACKS];  // slots
+    // Written by this rank.
+    Progress push, drain;
+};
+static_assert(sizeof(Desk) == 2432, "parts with different writers share no line of 128 bytes");
+
+struct Area {
+    u64 failure;  // not 0 once something went wrong. Only the own rank's kernels touch it
+    u64 reserved[15];
+    Desk desks[MAX_RANKS];
+};
+static_assert(sizeof(Area) == 19584, "the host adds 19584 bytes to those of the channels");
+
+__device__ constexpr u64 letter_bytes(u64 letter) {
+    return LINE_BYTES + letter / 16 * PACKET_BYTES;  // the header has a line of its own
+}
+__device__ constexpr u64 channel_bytes(u64 letter, u64 letters, u64 slot, u64 slots, u64 tracks) {
+    return letters * letter_bytes(letter) + tracks * slots * slot;
+}
+__device__ constexpr u64 mail_bytes(u32 size, u64 letter, u64 letters, u64 slot, u64 slots,
+                                    u64 tracks) {
+    return sizeof(Area) + (size - 1) * channel_bytes(letter, letters, slot, slots, tracks);
+}
+static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 2176 + 65536),
+              "as the host counts it");
+
+// Blocks that pass a message, on either side.
+static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const MailPart& part) {
+    if (part.peer == NOBODY) {
+        return 0;
+    }
+    if (part.bytes <= args.letter) {
+        return 1;
+    }
+    const u64 blocks = (part.bytes + args.slot - 1) / args.slot;
+    return blocks < args.tracks ? static_cast<u32>(blocks) : args.tracks;
+}
+
+}  // namespace cupy_zc

@@ -1,0 +1,86 @@
+"""What the collectives in lines rely on, with one part of it taken away: it must be noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulated import SANITIZED, SMALL, TSAN, CompileError, Emulation, build, build_directory, mutant
+from emulated_cases import FLOAT32, check
+from emulated_lines import LINES, check_mixed, line_launch, mixed_launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cache(request: pytest.FixtureRequest) -> Path:
+    return build_directory(request.config)
+
+
+def exercise(program: Path, kernels: tuple[str, ...], *, threads: bool) -> None:
+    """Calls of all roots one after the other, and the same call again and again, in place too."""
+    rng = np.random.default_rng(6)
+    with Emulation(program, environment=TSAN if threads else {}) as running:
+        for size in (2, 3):
+            for _ in range(1 if threads else 20):
+                launch = mixed_launch(rng, size, kernels, count=61, repeats=12)
+                alike = line_launch(rng, kernels[0], size, FLOAT32, count=300, repeats=6)
+                alike.blocks, alike.threads = 1, 32  # several lines for each eight lanes
+                if threads:
+                    launch.blocks, launch.threads = 1, 32
+                for each in (launch, alike):
+                    each.budget = 20 * 10**9 if threads else 50 * 10**6
+                check_mixed(launch, running.run(launch))
+                check(alike, running.run(alike))
+
+
+def test_thread_sanitizer_sees_every_access_ordered(cache: Path) -> None:
+    program = build(cache, SANITIZED)
+    exercise(program, LINES, threads=True)
+    for kernel in LINES:
+        exercise(program, (kernel,), threads=True)
+
+
+WAIT = "        const bool there = await(peer, line);\n"
+LOAD = "        pack = load_line(place(args_.rank, peer, line));\n"
+
+#: What is taken away: (file, from, to, the kernels each of which must notice).
+MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "flags of all": (
+        "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_",
+        ("ll128_all_gather", "ll128_gather", "ll128_reduce")),
+    "flag of one": (
+        "lines.cuh", "load_relaxed(flag) != flag_", "load_relaxed(flag) == ~flag_",
+        ("ll128_broadcast", "ll128_scatter")),
+    "epoch in a flag": (
+        "lines.cuh", "flag_(epoch << 24", "flag_(1 << 24", ("ll128_all_to_all", "ll128_scatter")),
+    "order of flag and data": (
+        "lines.cuh", f"{WAIT}{LOAD}", f"{LOAD}{WAIT}", ("ll128_broadcast",)),
+    "second buffer of lines": (
+        "lines.cuh", "epoch_ & 1", "epoch_ & 0", ("ll128_all_gather",)),
+    "wait for empty lines": (
+        "line_routes.cuh", "peers == 0 || line >= count) {\n            return true;",
+        "line != ~count) {\n            return true;",
+        ("ll128_broadcast", "ll128_scatter", "ll128_gather", "ll128_reduce")),
+    "lane that sends what it later overwrites": (
+        "ll128_move.cu", "line = line_group(); line < rows_.lines(); line += line_groups()",
+        "line = rows_.lines() - 1 - line_group(); line < rows_.lines(); line -= line_groups()",
+        ("ll128_all_to_all",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_taking_away_a_part_of_the_protocol_is_noticed(cache: Path, name: str) -> None:
+    file, old, new, kernels = MUTATIONS[name]
+    program = build(cache, SMALL, mutant(file, old, new))
+    for kernel in kernels:
+        with pytest.raises(AssertionError) as noticed:
+            exercise(program, (kernel,), threads=False)
+        assert not isinstance(noticed.value, CompileError)
+
+
+def test_nothing_is_noticed_where_nothing_was_taken_away(cache: Path) -> None:
+    program = build(cache, SMALL)
+    for kernel in ("ll128_all_to_all", "ll128_scatter", "ll128_reduce"):
+        exercise(program, (kernel,), threads=False)
