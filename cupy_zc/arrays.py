@@ -171,6 +171,8 @@ def asnumpy(array: Any) -> np.ndarray[Any, Any]:
     else:
         _require_array(array, "asnumpy")
         host = on_host(array)
+        if not host:  # see CudaDriver.read() for why the stream is waited for before the copy
+            cupy.cuda.get_current_stream().synchronize()
         result = np.array(_host_view(array), order="C") if host else cupy.asnumpy(array)
     return result
 

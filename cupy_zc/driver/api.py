@@ -244,6 +244,19 @@ class Driver(Protocol):
         """A new stream on the current device."""
         ...
 
+    def keeps_stream(self, stream: Any) -> bool:
+        """Whether who holds the object keeps the stream alive, and can record an event later."""
+        ...
+
+    def resolve_stream(self, call: str, stream: Any) -> Any:
+        """The stream of this driver that a caller of ``call`` means.
+
+        Raises:
+            InvalidTypeError: it is no stream of this driver.
+            DriverError: it is one of another instance of the driver.
+        """
+        ...
+
     def stream_key(self, stream: Any) -> int:
         """Which queue of work a stream is, never reused: 0 for the legacy default stream.
 

@@ -8,6 +8,7 @@ Works with cuda-bindings 12.9 and 13, whose result tuples agree in everything us
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import cuda.bindings.driver as driver
 import cupy
 from cupy.cuda import runtime
 
-from ..errors import DriverError
+from ..errors import DriverError, InvalidTypeError
 from .api import (
     CaptureInfo,
     DeviceInfo,
@@ -72,6 +73,12 @@ class CudaEvent:
         self._done = False
 
     @property
+    def ptr(self) -> int:
+        """The handle, by which CuPy's streams wait for it."""
+        handle: int = self._event.ptr
+        return handle
+
+    @property
     def done(self) -> bool:
         """Whether all work before the point is done. Never waits.
 
@@ -121,6 +128,16 @@ class CudaDriver:
         self.current_device: Callable[[], int] = runtime.getDevice
 
     # Devices
+    def use_device(self, device: int) -> contextlib.AbstractContextManager[Any]:
+        """Make a device current in the calling thread, for CuPy as well."""
+        device_context: contextlib.AbstractContextManager[Any] = cupy.cuda.Device(device)
+        return device_context
+
+    def multiprocessors(self, device: int) -> int:
+        """How many multiprocessors a device has."""
+        with _runtime_call("cudaDeviceGetAttribute", f"device={device}"):
+            return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+
     def device_count(self) -> int:
         """How many GPUs this process sees."""
         return self._count
@@ -260,6 +277,22 @@ class CudaDriver:
         with _runtime_call("cudaStreamCreateWithPriority", f"non_blocking={non_blocking}"):
             return cupy.cuda.Stream(non_blocking=non_blocking)
 
+    def keeps_stream(self, stream: Any) -> bool:
+        """False for streams that CuPy did not make: their owner destroys them when he likes."""
+        return not isinstance(stream, cupy.cuda.ExternalStream)
+
+    def resolve_stream(self, call: str, stream: Any) -> Any:
+        """The CuPy stream that a caller means; other libraries' come by ``__cuda_stream__``.
+
+        Raises:
+            InvalidTypeError: it is no stream.
+        """
+        if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
+            return stream
+        if hasattr(stream, "__cuda_stream__"):
+            return cupy.cuda.Stream.from_external(stream)
+        raise InvalidTypeError(call, "stream", stream, "a cupy.cuda.Stream, or None")
+
     def stream_key(self, stream: Any) -> int:
         """Which queue of work a stream is, never reused: 0 for the legacy default stream.
 
@@ -349,6 +382,14 @@ class CudaDriver:
         """
         return lease_graph(graph)
 
+    def mapped_memory(self, size: int) -> cupy.cuda.PinnedMemory:
+        """Zeroed memory of the host that kernels of any device reach at the same address."""
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+        with _runtime_call("cudaHostAlloc", f"size={size}"), relaxed_capture():
+            memory = cupy.cuda.PinnedMemory(size, flags)
+        ctypes.memset(memory.ptr, 0, size)
+        return memory
+
     def plain_memory(self, size: int) -> cupy.cuda.Memory:
         """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
         with _runtime_call("cudaMalloc", f"size={size}"):
@@ -366,6 +407,18 @@ class CudaDriver:
         size = len(data)
         self._copy("cuMemcpyHtoDAsync", address, data, size, f"address={address:#x}, size={size}")
 
+    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
+        """Enqueue a copy of device memory."""
+        if not size:
+            return
+        with _runtime_call("cudaMemcpyAsync", f"size={size}"):
+            runtime.memcpyAsync(target, source, size, runtime.memcpyDeviceToDevice, stream.ptr)
+
+    def fill(self, address: int, value: int, size: int, stream: Any) -> None:
+        """Enqueue to set bytes of device memory."""
+        with _runtime_call("cudaMemsetAsync", f"address={address:#x}, size={size}"):
+            runtime.memsetAsync(address, value, size, stream.ptr)
+
     def _copy(self, name: str, target: Any, source: Any, size: int, detail: str) -> None:
         if size == 0:
             return
@@ -374,5 +427,8 @@ class CudaDriver:
             captured = _RESULT.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
             raise failure(name, captured, detail)  # it would become a node, and read nothing
         with self._contexts.current(self.current_device()), relaxed_capture():
+            # A copy of pageable memory that waits for its stream holds up those of other streams
+            # (seen with driver 580): ranks that are threads would wait for each other.
+            call("cuStreamSynchronize", stream.ptr, detail=detail)
             call(name, target, source, size, stream.ptr, detail=detail)
             call("cuStreamSynchronize", stream.ptr, detail=detail)

@@ -142,6 +142,19 @@ class HostDriver(HostMemory):
         """A new stream on the current device."""
         return HostStream(self._streams, self.current_device(), non_blocking=non_blocking)
 
+    def keeps_stream(self, stream: HostStream) -> bool:
+        """True: a stream lives as long as its object."""
+        del stream
+        return True
+
+    def resolve_stream(self, call: str, stream: Any) -> HostStream:
+        """The stream that a caller means; any with ``ptr`` 0 is the null stream.
+
+        Raises:
+            InvalidTypeError: it is no stream. DriverError: it is one of another driver.
+        """
+        return self._streams.resolve(call, stream)
+
     def stream_key(self, stream: Any) -> int:
         """Which queue of work a stream is: its ``ptr``, which the host driver never reuses.
 

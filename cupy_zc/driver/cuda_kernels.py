@@ -1,0 +1,121 @@
+"""Kernels of ``cuda/``: compiled once for each device, loaded before anything waits, launched.
+
+CuPy compiles them (NVRTC) and keeps the machine code on disk. Its cache does not look into headers,
+so a hash of all sources is part of the options. Loading may have to wait for kernels that run, and
+a kernel of a rank can wait for another rank: so of all threads that want one kernel the first one
+loads it, and the others wait for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+from cupy.cuda import driver as _driver
+from cupy.cuda import runtime
+
+from .. import kernels
+from ..config import settings
+from ..errors import DriverError
+from .cuda_calls import relaxed_capture
+
+__all__ = ["KernelName", "launch", "launch_with", "load"]
+
+#: ``launch(function, grid x, y, z, block x, y, z, shared bytes, stream, parameters, extra)``: the
+#: call of the driver as CuPy has it, 2 us less than a ``RawKernel`` takes with one argument.
+launch = _driver.launchKernel
+
+
+def launch_with(
+    function: int, blocks: int, threads: int, stream: Any, values: Sequence[Any]
+) -> None:
+    """Launch a kernel with arguments of its own; for where a microsecond more does not matter.
+
+    Args:
+        function: What :func:`load` gave.
+        blocks: Of a one-dimensional grid.
+        threads: Of a block.
+        stream: Where.
+        values: The arguments, as ctypes values.
+    """
+    parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, ctypes.addressof(parameters), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelName:
+    """Which kernel: a source of ``cuda/``, a function in it, and what it is compiled for."""
+
+    source: str
+    function: str
+    #: ``-D`` options.
+    defines: tuple[str, ...] = ()
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(kernels.path("types.cuh").parent.glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+#: Kernels that are loaded or on their way, by device. A module is never unloaded.
+_loaded: dict[tuple[int, KernelName], Future[tuple[int, Any]]] = {}
+_lock = threading.Lock()
+
+
+def load(device: int, name: KernelName) -> int:
+    """The function of a kernel on a device, for :func:`launch`.
+
+    Args:
+        device: Ordinal.
+        name: Which kernel.
+
+    Raises:
+        DriverError: it does not compile or load. InvalidValueError: there is no such source.
+    """
+    key = (device, name)
+    with _lock:
+        future = _loaded.get(key)
+        mine = future is None
+        if future is None:
+            future = _loaded[key] = Future()
+    if mine:
+        try:
+            future.set_result(_load(device, name))
+        except BaseException as error:  # noqa: BLE001 - raised in every thread that waits, and here
+            with _lock:
+                del _loaded[key]
+            future.set_exception(error)
+    return future.result(timeout=settings().setup_timeout)[0]
+
+
+def _load(device: int, name: KernelName) -> tuple[int, Any]:
+    folder = kernels.path(name.source).parent
+    options = (
+        "-std=c++17",
+        f"-I{folder}",
+        f"-DCUPY_ZC_SOURCES={_hash_of_sources()}",
+        *(f"-D{define}" for define in name.defines),
+    )
+    try:
+        with cupy.cuda.Device(device), relaxed_capture():
+            module = cupy.RawModule(code=kernels.source(name.source), options=options)
+            function = module.get_function(name.function)
+            return function.kernel.ptr, function
+    except (
+        cupy.cuda.compiler.CompileException,
+        runtime.CUDARuntimeError,
+        _driver.CUDADriverError,
+    ) as error:
+        cause = f"{name.source} cannot be used on device {device}: {error}"
+        code = getattr(error, "status", 0)
+        raise DriverError("cuModuleLoadData", type(error).__name__, code, cause=cause) from error
