@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,10 @@ import numpy as np
 
 import cupy_zc
 from cupy_zc import Communicator, MemoryPool, PeerTimeoutError
+from cupy_zc.arrays import on_host
+from cupy_zc.collectives.device_plan import device_plan
 from cupy_zc.collectives.plan import ROLES, Operation
+from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
 
 DTYPES = [
@@ -34,13 +39,35 @@ ROOM = 1 << 16
 FILL = 0xA5
 
 
+#: Where threads meet that share a GPU: a copy of one may have to wait for kernels of the others.
+_meetings: weakref.WeakKeyDictionary[Communicator, threading.Barrier] = weakref.WeakKeyDictionary()
+
+
+def meet(comm: Communicator) -> None:
+    """On a GPU: wait for the work of this rank, and then for the other ranks of the process."""
+    meeting = _meetings.get(comm)
+    if meeting is not None:
+        comm.synchronize()
+        meeting.wait()
+
+
+def on_stream(comm: Communicator, body: Callable[[Communicator], Any]) -> Any:
+    """``body(communicator)``; on a GPU on a stream of its own, as ranks that share one need."""
+    if comm.backend == "host":
+        return body(comm)
+    with cupy_zc.Stream(non_blocking=True, driver="cuda"):
+        return body(comm)
+
+
 def run(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> list[Any]:
     """``body(communicator)`` on all ranks; what each returned."""
 
     def guarded(rank: int) -> Any:
         try:
-            return body(comms[rank])
+            return on_stream(comms[rank], body)
         except BaseException:
+            if comms[rank] in _meetings:
+                _meetings[comms[rank]].abort()
             comms[rank].close()  # so that the others do not wait for this one
             raise
 
@@ -51,15 +78,18 @@ def run(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> l
 
 def attempt(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> list[Any]:
     """As :func:`run`, with what was raised in place of what was returned."""
-    return workers.in_threads(len(comms), lambda rank: body(comms[rank]))
+    return workers.in_threads(len(comms), lambda rank: on_stream(comms[rank], body))
 
 
 @contextlib.contextmanager
 def communicators(n: int, **options: Any) -> Iterator[list[Communicator]]:
-    """``n`` ranks in threads, on a host driver with small granules."""
+    """``n`` ranks in threads; on a host driver with small granules where none is given."""
     driver = options.pop("driver", None) or HostDriver(granularity=1 << 12, memory=1 << 34)
     options.setdefault("timeout", 20)
     comms = Communicator.in_process(n, driver=driver, **options)
+    if driver.name == "cuda":
+        meeting = threading.Barrier(n, timeout=60)
+        _meetings.update((comm, meeting) for comm in comms)
     try:
         yield comms
     finally:
@@ -244,7 +274,7 @@ def arrays(
     (source_rows, target_rows), (source_there, target_there) = case.rows(n), case.has(rank)
     own = case.root if case.operation in (Operation.SCATTER, Operation.GATHER) else rank
     for buffer in (into, out_of):
-        cupy_zc.view(buffer)[:] = FILL
+        put(buffer, np.full(buffer.size, FILL, "u1"))
     source = target = None
     if source_there:
         source = array_in(into, case.lead, source_rows * case.count, case.dtype)
@@ -258,8 +288,24 @@ def arrays(
         if source_there and case.in_place and target_rows > source_rows:
             source = array_in(into, case.lead + own * case.count, case.count, case.dtype)
     if source is not None:
-        cupy_zc.copyto(source, values(case, n, rank))
+        put(source, values(case, n, rank))
     return source, target
+
+
+def put(array: cupy.ndarray, numbers: np.ndarray[Any, Any]) -> None:
+    """Fill an array by plain copies: to load a kernel can wait for another rank's that runs."""
+    if on_host(array):
+        cupy_zc.copyto(array, numbers)
+    else:
+        select("cuda").write(array.data.ptr, numbers.tobytes())
+
+
+def got(array: cupy.ndarray) -> np.ndarray[Any, Any]:
+    """What is in an array; without the page-locked memory of CuPy, which may wait as well."""
+    if on_host(array):
+        return cupy_zc.asnumpy(array)
+    data = select("cuda").read(array.data.ptr, array.nbytes)
+    return np.frombuffer(data, array.dtype).reshape(array.shape)
 
 
 def check(comm: Communicator, case: Case, buffers: Buffers, *, manual: bool = True) -> bytes:
@@ -269,36 +315,49 @@ def check(comm: Communicator, case: Case, buffers: Buffers, *, manual: bool = Tr
     """
     n, rank = comm.size, comm.rank
     source, target = arrays(case, n, rank, buffers)
-    before = None if source is None else cupy_zc.asnumpy(source)
+    before = None if source is None else got(source)
+    meet(comm)
     invoke(comm, case, source, target)
+    meet(comm)
     wanted = expected(case, n)[rank]
     told = f"{case}, rank {rank} of {n}"
     if target is not None and wanted is not None:
-        np.testing.assert_array_equal(cupy_zc.view(target), wanted, err_msg=told)
+        np.testing.assert_array_equal(got(target), wanted, err_msg=told)
     if source is not None and not (case.in_place and target is not None):
-        np.testing.assert_array_equal(cupy_zc.view(source), before, err_msg=told)
+        np.testing.assert_array_equal(got(source), before, err_msg=told)
     for buffer in buffers.pick(case.placement, rank):
         _check_surroundings(buffer, [each for each in (source, target) if each is not None], told)
     transfer = comm.last_transfer
     assert transfer is not None
     assert transfer.operation == case.operation.call
-    if manual or not stagers(case, n):
-        assert transfer.zero_copy == (not stagers(case, n)), (told, transfer)
+    staging = stagers(case, n, touched_by_peers(comm, case))
+    if manual or not staging:
+        assert transfer.zero_copy == (not staging), (told, transfer)
     assert bool(transfer.reason) == (not transfer.zero_copy), (told, transfer)
-    return b"" if target is None else cupy_zc.asnumpy(target).tobytes()
+    return b"" if target is None else got(target).tobytes()
 
 
-def stagers(case: Case, n: int) -> list[int]:
-    """The ranks that have to stage."""
-    role = ROLES[case.operation]
-    if n == 1 or not case.count:
+def touched_by_peers(comm: Communicator, case: Case) -> tuple[bool, bool]:
+    """Whether other ranks touch input and output, as the engine does it."""
+    if comm.backend == "host":
+        role = ROLES[case.operation]
+        return role.input_remote, role.output_remote
+    plan = device_plan(case.operation, case.count, case.dtype.itemsize, comm._engine._machine)
+    return plan.input_remote, plan.output_remote
+
+
+def stagers(case: Case, n: int, touched: tuple[bool, bool]) -> list[int]:
+    """The ranks that have to stage, where peers touch inputs and outputs."""
+    if n == 1 or not case.count or not any(touched):
         return []
     swaps = case.operation is Operation.ALL_TO_ALL and case.in_place
     found = []
     for rank in range(n):
         source, target = case.has(rank)
-        touched = (source and role.input_remote) or (target and role.output_remote)
-        if swaps or (touched and is_staged(case.placement, rank)):
+        if case.operation is Operation.BROADCAST:
+            target = target or touched[1]  # the root's array is an output like the others
+        reached = (source and touched[0]) or (target and touched[1])
+        if swaps or (reached and is_staged(case.placement, rank)):
             found.append(rank)
     return found
 
@@ -310,7 +369,7 @@ def _check_surroundings(buffer: cupy.ndarray, inside: Sequence[cupy.ndarray], to
         start = array.data.ptr - buffer.data.ptr
         if 0 <= start < buffer.size:
             untouched[start : start + array.nbytes] = False
-    assert (cupy_zc.view(buffer)[untouched] == FILL).all(), told
+    assert (got(buffer)[untouched] == FILL).all(), told
 
 
 def cases(n: int) -> list[Case]:

@@ -18,6 +18,9 @@ from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory import MemoryPool
 from cupy_zc.memory.pool import reap
 
+# Before CUDA starts: streams of ranks that share a GPU must not share one of its 8 queues.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 _SLOW = [hypothesis.HealthCheck.too_slow]  # two cores, shared
 
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW)

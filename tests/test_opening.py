@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -20,19 +19,20 @@ def test_it_is_the_driver_of_the_installed_pool():
         cupy_zc.uninstall()
 
 
-def test_a_driver_without_an_engine_is_told_and_not_used(monkeypatch, caplog):
-    cuda = SimpleNamespace(name="cuda")
-    select = opening.select
-    monkeypatch.setattr(opening, "select", lambda name: cuda if name is None else select(name))
-    with caplog.at_level(logging.WARNING):
-        assert opening.Options.of("test").driver.name == "host"
-    assert "no engine for the cuda driver" in caplog.text
+@pytest.mark.parametrize(("driver", "engine"), [("host", "host"), ("cuda", "device")])
+def test_each_driver_has_its_engine(monkeypatch, driver, engine):
+    there = SimpleNamespace(name=driver, current_device=lambda: 0)
+    monkeypatch.setattr(opening, "select", lambda name: there)
+    assert opening.Options.of("test").backend == engine
+    assert opening.Options.of("test", backend=engine).backend == engine
 
 
-def test_a_driver_without_an_engine_that_was_asked_for_is_an_error(monkeypatch):
-    monkeypatch.setattr(opening, "select", lambda name: SimpleNamespace(name="cuda"))
-    with pytest.raises(cupy_zc.Error, match="CUPY_ZC_DRIVER=host"):
-        opening.Options.of("test", driver="cuda")
+@pytest.mark.parametrize(("driver", "engine"), [("host", "device"), ("cuda", "host")])
+def test_an_engine_of_another_driver_is_refused_with_what_there_is(monkeypatch, driver, engine):
+    there = SimpleNamespace(name=driver)
+    monkeypatch.setattr(opening, "select", lambda name: there)
+    with pytest.raises(cupy_zc.Error, match=f"what the {driver} driver has"):
+        opening.Options.of("test", driver=driver, backend=engine)
 
 
 def test_the_host_engine_can_be_asked_for_by_name(monkeypatch):

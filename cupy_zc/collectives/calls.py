@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidValueError
 from .call import Call
 from .checks import Checker
+from .plan import Operation
 from .point_to_point import Letter, Parcel
 
 __all__ = ["Calls"]
@@ -44,8 +45,22 @@ class Calls(ABC):
     _checker: Checker
 
     @abstractmethod
-    def _collective(self, call: Call, stream: Any) -> None:
-        """Enqueue a collective."""
+    def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
+        """Enqueue a collective that was made before with the same arguments.
+
+        Args:
+            key: The arguments, the arrays by ``id``.
+            source: The arrays themselves.
+            target: As above.
+            stream: Where.
+
+        Returns:
+            False where that cannot be, and nothing was done.
+        """
+
+    @abstractmethod
+    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
+        """Enqueue a collective, and keep how it was done under a key of :meth:`_again`."""
 
     @abstractmethod
     def _mail(self, letter: Letter, stream: Any) -> None:
@@ -64,7 +79,9 @@ class Calls(ABC):
                 truncated towards zero.
             stream: None for the current one.
         """
-        self._collective(self._checker.all_reduce(in_array, out_array, op), stream)
+        key = (Operation.ALL_REDUCE, id(in_array), id(out_array), op)
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.all_reduce(in_array, out_array, op), stream, key)
 
     def reduce(
         self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
@@ -78,7 +95,9 @@ class Calls(ABC):
             op: As in :meth:`all_reduce`.
             stream: None for the current one.
         """
-        self._collective(self._checker.reduce(in_array, out_array, root, op), stream)
+        key = (Operation.REDUCE, id(in_array), id(out_array), root, op)
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.reduce(in_array, out_array, root, op), stream, key)
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Copy the array of ``root`` to that of all other ranks.
@@ -88,7 +107,9 @@ class Calls(ABC):
             root: The rank that gives.
             stream: None for the current one.
         """
-        self._collective(self._checker.broadcast(in_out_array, root), stream)
+        key = (Operation.BROADCAST, id(in_out_array), root)
+        if not self._again(key, in_out_array, in_out_array, stream):
+            self._collective(self._checker.broadcast(in_out_array, root), stream, key)
 
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
@@ -103,7 +124,10 @@ class Calls(ABC):
             op: As in :meth:`all_reduce`.
             stream: None for the current one.
         """
-        self._collective(self._checker.reduce_scatter(in_array, out_array, count, op), stream)
+        key = (Operation.REDUCE_SCATTER, id(in_array), id(out_array), count, op)
+        if not self._again(key, in_array, out_array, stream):
+            call = self._checker.reduce_scatter(in_array, out_array, count, op)
+            self._collective(call, stream, key)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
         """Give every rank the arrays of all ranks, one after the other.
@@ -114,7 +138,9 @@ class Calls(ABC):
             count: Elements that each rank gives.
             stream: None for the current one.
         """
-        self._collective(self._checker.all_gather(in_array, out_array, count), stream)
+        key = (Operation.ALL_GATHER, id(in_array), id(out_array), count)
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.all_gather(in_array, out_array, count), stream, key)
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give ``root`` the arrays of all ranks, one after the other.
@@ -126,7 +152,9 @@ class Calls(ABC):
             root: The rank that gets them.
             stream: None for the current one.
         """
-        self._collective(self._checker.gather(in_array, out_array, root), stream)
+        key = (Operation.GATHER, id(in_array), id(out_array), root)
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.gather(in_array, out_array, root), stream, key)
 
     def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give each rank its row of the array of ``root``.
@@ -138,7 +166,9 @@ class Calls(ABC):
             root: The rank that gives.
             stream: None for the current one.
         """
-        self._collective(self._checker.scatter(in_array, out_array, root), stream)
+        key = (Operation.SCATTER, id(in_array), id(out_array), root)
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.scatter(in_array, out_array, root), stream, key)
 
     def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
         """Give each rank its row of the arrays of all ranks.
@@ -148,7 +178,9 @@ class Calls(ABC):
             out_array: As many elements, in C order; row ``r`` comes from rank ``r``.
             stream: None for the current one.
         """
-        self._collective(self._checker.all_to_all(in_array, out_array), stream)
+        key = (Operation.ALL_TO_ALL, id(in_array), id(out_array))
+        if not self._again(key, in_array, out_array, stream):
+            self._collective(self._checker.all_to_all(in_array, out_array), stream, key)
 
     def send(self, array: Any, peer: int, stream: Any = None) -> None:
         """Send an array to one rank. It does not wait for the receiver, so it copies the array.

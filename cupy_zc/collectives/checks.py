@@ -37,11 +37,13 @@ class Checker:
         rank: This one.
         size: Number of ranks.
         device: The device that arrays must belong to.
+        host: Whether that is one of the host driver.
     """
 
     rank: int
     size: int
     device: int
+    host: bool = True
 
     def name(self, call: str) -> str:
         """A call as errors name it."""
@@ -60,11 +62,12 @@ class Checker:
         info = inspect(array, where, name)
         if code_of(info.dtype) is None:
             raise InvalidTypeError(where, name, array, f"a dtype among {', '.join(DTYPES)}")
-        if not on_host(array):
+        if on_host(array) != self.host:
             raise InvalidValueError(
                 where, name, array,
-                "memory of the host driver, which this communicator works on; allocate it after "
-                "cupy_zc.install(), or with empty() or zeros() of the communicator",
+                f"memory of the {'host' if self.host else 'cuda'} driver, which this communicator "
+                "works on; allocate it after cupy_zc.install(), or with empty() or zeros() of the "
+                "communicator",
             )  # fmt: skip
         if info.device != self.device:
             allowed = f"an array of device {self.device}, the communicator's"

@@ -71,17 +71,14 @@ class Communicator(Calls):
         self._bootstrap = bootstrap
         self.rank = bootstrap.rank
         self.size = bootstrap.size
-        self._checker = Checker(self.rank, self.size, self._device)
+        self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
         self._talk = stack.enter_context(Channel.open(bootstrap, topology))
         self._letters = stack.enter_context(Channel.open(bootstrap, topology))
         self._registry = Registry(self._driver, self._device, self._talk, timeout=self._timeout)
         stack.callback(self._registry.close)
         self._heap = SymmetricHeap(self._registry)
         stack.callback(self._heap.close)
-        self._engine: Engine = HostEngine(
-            self._registry, self._heap, self._letters, self._checker,
-            self._departed, self._part, self._timeout,
-        )  # fmt: skip
+        self._engine = self._make_engine()
         stack.callback(self._engine.close)
         #: Which engine it uses.
         self.backend = self._engine.name
@@ -177,7 +174,7 @@ class Communicator(Calls):
     @property
     def xp(self) -> Any:
         """The module that computes on ``cupy_zc.view`` of the arrays: numpy on the host driver."""
-        return np
+        return np if self._driver.name == "host" else cupy
 
     def empty(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
         """An array at the same offset on every rank, registered by nature. Collective.
@@ -327,16 +324,19 @@ class Communicator(Calls):
 
     # How a call is made
 
-    def _collective(self, call: Call, stream: Any) -> None:
-        self._enqueue(call.operation.call, call, stream)
+    def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
+        return self._line.again(key, source, target, stream)
+
+    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
+        with self._line.turn(call.operation.call):
+            self._admit(call.operation.call, call)
+            self._line.enqueue(call.operation.call, call, stream)
+            self._line.keep(key, call)
 
     def _mail(self, letter: Letter, stream: Any) -> None:
-        self._enqueue(letter.call, letter, stream)
-
-    def _enqueue(self, call: str, work: Call | Letter, stream: Any) -> None:
-        with self._line.turn(call):
-            self._admit(call, work)
-            self._line.enqueue(call, work, stream)
+        with self._line.turn(letter.call):
+            self._admit(letter.call, letter)
+            self._line.enqueue(letter.call, letter, stream)
 
     def _admit(self, call: str, work: Call | Letter) -> None:
         """Note what is not registered, and refuse it where the user asked for that."""
@@ -350,6 +350,18 @@ class Communicator(Calls):
                 f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
                 "from empty() of the communicator; explain(array) says more"
             )
+
+    def _make_engine(self) -> Engine:
+        if self._options.backend == "device":
+            from .device import DeviceEngine  # needs what a machine without a GPU may lack
+
+            return DeviceEngine(
+                self._registry, self._heap, self._checker, self._part, self._timeout
+            )
+        return HostEngine(
+            self._registry, self._heap, self._letters, self._checker,
+            self._departed, self._part, self._timeout,
+        )  # fmt: skip
 
     def _departed(self) -> tuple[int, ...]:
         """The ranks that cannot come any more; all of them where this one has parted."""

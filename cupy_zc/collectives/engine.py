@@ -8,7 +8,7 @@ from ..memory.blocks import Segment
 from .call import Call, Transfer
 from .point_to_point import Letter
 
-__all__ = ["Engine", "Place"]
+__all__ = ["Engine", "Place", "Repeat"]
 
 
 class Place(NamedTuple):
@@ -22,6 +22,14 @@ class Place(NamedTuple):
     segment: Segment | None
 
 
+class Repeat(Protocol):
+    """A collective that was made, checked and prepared."""
+
+    def launch(self, stream: Any) -> bool:
+        """Make it again with the same arrays; False, and nothing done, if that cannot be."""
+        ...
+
+
 class Engine(Protocol):
     """Carries out the calls of one rank, in the order in which they are enqueued.
 
@@ -30,8 +38,11 @@ class Engine(Protocol):
 
     #: What ``Communicator.backend`` says.
     name: str
-    #: What the last call that ran, or was enqueued where that is known already, did.
-    last: Transfer | None
+
+    @property
+    def last(self) -> Transfer | None:
+        """What the last call did that ran, or that was enqueued where that tells enough."""
+        ...
 
     def places(self, work: Call | Letter) -> tuple[Place, ...]:
         """Where the arrays of a call are, as far as other ranks touch them. Local."""
@@ -39,6 +50,10 @@ class Engine(Protocol):
 
     def enqueue(self, work: Call | Letter, stream: Any) -> None:
         """Put a call at the end of a stream."""
+        ...
+
+    def repeat(self) -> Repeat | None:
+        """The call that was enqueued last, to be made again; None where it must be made anew."""
         ...
 
     def check(self, call: object) -> None:

@@ -187,6 +187,9 @@ class HostEngine:
         else:
             stream.enqueue(functools.partial(self._deliver, work))
 
+    def repeat(self) -> None:
+        """None: a call is made anew each time, which costs little beside the work itself."""
+
     def close(self) -> None:
         """Nothing: all memory is the heap's."""
 

@@ -30,7 +30,7 @@ __all__ = ["Options", "init_process_group", "start", "start_threads"]
 _log = logging.getLogger("cupy_zc")
 
 #: What a communicator can be on each driver.
-_BACKENDS = {"host": ("host",)}
+_BACKENDS = {"host": ("host",), "cuda": ("device",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,11 @@ class Options:
 
         Raises:
             InvalidValueError, InvalidTypeError: an argument.
-            Error: there is no engine for the driver in this version.
         """
         chosen = _driver(driver, backend)
-        there = _BACKENDS.get(chosen.name)
-        if there is None:
-            raise Error(
-                f"{call}: there is no engine for the {chosen.name} driver in this version; "
-                "set CUPY_ZC_DRIVER=host to work on the host"
-            )
+        there = _BACKENDS.get(chosen.name, ())
+        if not there:
+            raise Error(f"{call}: there is no engine for the {chosen.name} driver")
         if backend not in ("auto", *there):
             allowed = (
                 f"'auto' or {' or '.join(map(repr, there))}, what the {chosen.name} driver has"
@@ -108,17 +104,10 @@ def _driver(driver: str | Driver | None, backend: str) -> Driver:
         return select(driver)
     if pool is not None:
         return pool.driver
-    if backend in _BACKENDS:
-        return select(backend)
-    chosen = select(None)
-    if chosen.name in _BACKENDS:
-        return chosen
-    _log.warning(
-        "this version has no engine for the %s driver, so this communicator, and the arrays it "
-        "makes, are of the host driver",
-        chosen.name,
-    )
-    return select("host")
+    for name, backends in _BACKENDS.items():
+        if backend in backends:
+            return select(name)
+    return select(None)
 
 
 def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> Communicator:

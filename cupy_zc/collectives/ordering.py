@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..driver.api import Driver
 from ..errors import ClosedError, Error, InvalidValueError
-from ..registration import Registry
+from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
 from .checks import Checker
-from .engine import Engine
+from .engine import Engine, Repeat
 from .point_to_point import Letter
 
 __all__ = ["Line"]
+
+#: Calls that are kept to be made again.
+KEPT = 4096
 
 
 class Line:
@@ -57,7 +61,12 @@ class Line:
         self._timeout = timeout
         self._lock = threading.RLock()
         self._number = 0
+        self._current_stream = driver.current_stream
+        self._current_device = driver.current_device
+        #: How calls were made: input, output, and what makes them again.
+        self._repeats: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[Any], Repeat]] = {}
         self._own_stream: Any = None
+        #: Recorded behind the last call, where its stream cannot be asked later.
         self._event: Any = None
 
     def enqueue(self, call: str, work: Call | Letter, stream: Any) -> None:
@@ -76,13 +85,91 @@ class Line:
         if self._automatic and isinstance(work, Call) and work is not BARRIER:
             self._registry.at_call(self._number + 1)
             self._number += 1  # a call that ranks disagree on has no number
-        if self._event is not None and self.last_stream is not stream:
-            stream.wait_event(self._event)
-        self.last_stream = stream
+        self._follow(stream)
         try:
             self._engine.enqueue(work, stream)
         finally:
-            self._event = self._driver.record_event(stream)
+            if stream is self._own_stream:
+                self._rejoin(stream)
+            elif not self._driver.keeps_stream(stream):
+                self._event = self._driver.record_event(stream)
+
+    # Calls that were made before
+
+    def keep(self, key: tuple[Any, ...], call: Call) -> None:
+        """Keep how the call that was enqueued last was made, for :meth:`again`."""
+        repeat = self._engine.repeat()
+        if repeat is None:
+            return
+        if len(self._repeats) >= KEPT:
+            self._repeats.clear()
+        given = call.output if call.input is None else call.input
+        taken = call.input if call.output is None else call.output
+        self._repeats[key] = (weakref.ref(given), weakref.ref(taken), repeat)
+
+    def again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
+        """Make a call as it was made before: the way of a loop, with no check made twice.
+
+        Arrays are known again as objects, whose address, size and type do not change. All that may
+        have changed is looked at here: the stream, a capture, the device, the registrations, a call
+        that failed; and the numbers of calls at which the ranks talk are left to the long way.
+
+        Returns:
+            False where the long way must be gone; nothing was done then.
+        """
+        try:
+            kept = self._repeats.get(key)
+        except TypeError:  # an argument that is none of a call: the long way says which
+            return False
+        if kept is None or kept[0]() is not source or kept[1]() is not target:
+            return False
+        if not self._lock.acquire(False):
+            return False
+        try:
+            number = self._number + 1
+            last = self.last_stream
+            current = self._current_stream() if stream is None else stream
+            if (
+                current is not last
+                or last is self._own_stream
+                or self._event is not None
+                or self._current_device() != self._registry.device
+                or self.capturing(last)
+                or (self._automatic and is_agreed(number))
+            ):
+                return False
+            self.check_open(key[0].call)
+            if not kept[2].launch(last):
+                return False
+            if self._automatic:
+                self._number = number
+            return True
+        finally:
+            self._lock.release()
+
+    # Streams
+
+    def _follow(self, stream: Any) -> None:
+        """Let a stream wait for this communicator's work on the one before."""
+        last, event = self.last_stream, self._event
+        self.last_stream, self._event = stream, None
+        if stream is self._own_stream and self._driver.name == "cuda":
+            stream.wait_event(self._driver.record_event(self._driver.current_stream()))
+        if last is None or last is stream:
+            return
+        if event is None and self.capturing(last):  # an event would become part of the capture
+            self._driver.synchronize(self._registry.device)
+            return
+        stream.wait_event(self._driver.record_event(last) if event is None else event)
+
+    def _rejoin(self, stream: Any) -> None:
+        """What a thread enqueues on the null stream comes after what was put on its own.
+
+        On a GPU the host waits. If the null stream waited, so would that of the other ranks on the
+        GPU, and what this call needs of them might come behind it.
+        """
+        if self._driver.name == "cuda":
+            stream.synchronize()
 
     def stream(self, call: str, stream: Any) -> Any:
         """The stream that a caller means, None being the current one.
@@ -91,19 +178,18 @@ class Line:
             InvalidTypeError: it is no stream of the driver. InvalidValueError: it is one of another
                 device. DriverError: it is one of another driver.
         """
-        current = self._driver.current_stream()
         if stream is None:
-            stream = current
+            stream = self._driver.current_stream()
         else:
             name, device = self._checker.name(call), self._registry.device
-            stream = current.streams.resolve(name, stream)
-            if stream.ptr and stream.device_id != device:
+            stream = self._driver.resolve_stream(name, stream)
+            if stream.ptr and stream.device_id not in (device, -1):  # -1: CuPy was not told
                 allowed = f"a stream of device {device}, which this rank has"
                 raise InvalidValueError(name, "stream", stream, allowed)
         if stream.ptr or not self._threads:
             return stream
         if self._own_stream is None:
-            self._own_stream = self._driver.make_stream()
+            self._own_stream = self._driver.make_stream(non_blocking=True)
         return self._own_stream
 
     def capturing(self, stream: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .explain import Rule
 from .published import Location, Registration
-from .registry import Registry
+from .registry import Registry, is_agreed
 from .symmetric import SymmetricHeap, SymmetricMemory
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "Rule",
     "SymmetricHeap",
     "SymmetricMemory",
+    "is_agreed",
 ]

@@ -13,6 +13,7 @@ rank itself names it in the entry barrier of a collective.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,18 @@ from .explain import Rule, judge
 from .published import Entry, Location, Registration
 from .window import SegmentName, Windows
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "is_agreed"]
 
 _log = logging.getLogger("cupy_zc")
 
 #: Call numbers that are multiples of it are agreed points, besides the powers of two.
 EVERY = 1024
+
+
+def is_agreed(number: int) -> bool:
+    """Whether the ranks talk at the collective call of this number."""
+    return not number & (number - 1) or not number % EVERY
+
 
 #: What holds a segment that collectives touched.
 _AUTOMATIC = object()
@@ -69,6 +76,9 @@ class Registry:
         #: Where in this process a byte of a rank is: ``address(rank, arena, offset)``.
         self.address = self.windows.address
         self.closed = False
+        self._versions = itertools.count(1)
+        #: Another one whenever something is registered, mapped or let go of.
+        self.version = 0
         self._published: dict[Segment, Entry] = {}
         #: Let go of, and not known to be unmapped everywhere yet.
         self._leaving: list[SegmentName] = []
@@ -160,7 +170,7 @@ class Registry:
         Args:
             number: Number of the collective call, from 1, equal on all ranks.
         """
-        if number & (number - 1) and number % EVERY:
+        if not is_agreed(number):
             return
         touched, self._touched = self._touched, {}
         pinned: list[Segment] = []
@@ -259,6 +269,7 @@ class Registry:
         for entry in fresh:
             self._published[entry.segment] = entry
             entry.tell()
+        self.version = next(self._versions)
         return said
 
     def close(self) -> None:
@@ -296,6 +307,7 @@ class Registry:
             entry = self._published.get(segment)
             if entry is not None:
                 entry.holders.discard(registration)
+                self.version = next(self._versions)
             segment.home.pool.supply.unpin([segment])
 
     def _refusal_of(self, segment: Segment) -> str:

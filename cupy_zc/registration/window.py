@@ -113,6 +113,12 @@ class Windows:
         self._rank = rank
         self._windows: dict[tuple[int, int], Window] = {}
         self._bases: dict[tuple[int, int], int] = {}
+        #: Changes with the bases.
+        self.version = 0
+
+    def bases(self) -> dict[tuple[int, int], int]:
+        """Where the arenas of all ranks begin in this process, by rank and arena."""
+        return dict(self._bases)
 
     def address(self, rank: int, arena: int, offset: int) -> int:
         """Where a byte of a rank is in this process.
@@ -134,6 +140,7 @@ class Windows:
     def own(self, arena: int, base: int) -> None:
         """Make an arena of this rank known."""
         self._bases[self._rank, arena] = base
+        self.version += 1
 
     def disown(self, arena: int) -> None:
         """Forget an arena of this rank that is gone."""
@@ -150,6 +157,7 @@ class Windows:
             return False
         window = self._windows[key] = Window(self._driver, self._device, size)
         self._bases[key] = window.base
+        self.version += 1
         return True
 
     def shut(self, rank: int, arena: int) -> None:

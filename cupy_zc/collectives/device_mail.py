@@ -1,0 +1,238 @@
+"""send, recv and send_recv on GPUs: messages through channels, one kernel for all three.
+
+For each pair of ranks a channel lies in the memory of the one that receives (``cuda/mail.cuh``).
+A ``recv`` empties it on the caller's stream, and a ``send_recv`` fills one and empties the other at
+once. A ``send`` must not wait for its receiver: it copies the array, in the caller's stream, and
+pushes the copy in a stream of its own, one for each peer, so the order of messages is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import Any, NamedTuple
+
+import cupy
+
+from ..driver.cuda import CudaDriver
+from ..driver.cuda_kernels import KernelName, launch, load
+from ..errors import MismatchError
+from ..memory import MemoryPool
+from ..registration import Registry, SymmetricHeap
+from .call import Transfer
+from .checks import Checker, overlap
+from .device_args import mix, unmix
+from .device_lane import Records
+from .dtypes import DTYPES
+from .point_to_point import Letter, Parcel
+
+__all__ = ["DeviceMail", "MailArgs", "MailPart", "MailSizes"]
+
+_u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
+
+#: ``MailPart.peer`` where a launch does not push, or does not drain.
+NOBODY = (1 << 64) - 1
+THREADS = 512
+MAX_TRACKS = 64
+
+
+class MailPart(ctypes.Structure):
+    """What to push, or where to drain to; see ``cuda/mail.cuh``."""
+
+    _fields_ = (
+        ("array", _u64), ("bytes", _u64), ("fingerprint", _u64), ("area", _u64), ("peer", _u64),
+    )  # fmt: skip
+
+
+class MailArgs(ctypes.Structure):
+    """The argument of the mail kernel; see ``cuda/mail.cuh``."""
+
+    _fields_ = (
+        ("push", MailPart), ("drain", MailPart),
+        ("area", _u64), ("error", _u64), ("lane", _u64), ("budget", _u64),
+        ("letter", _u64), ("slot", _u64),
+        ("letters", _u32), ("slots", _u32), ("tracks", _u32), ("rank", _u32),
+    )  # fmt: skip
+
+
+class MailSizes(NamedTuple):
+    """Capacities of a mail area, equal on all ranks. Bytes of a letter and of a slot."""
+
+    letter: int
+    letters: int
+    slot: int
+    slots: int
+    tracks: int
+
+    @classmethod
+    def of(cls, ranks: int, blocks: int) -> MailSizes:
+        """For so many ranks and blocks of a launch: a track of either direction is a block."""
+        tracks = max(1, min(MAX_TRACKS, blocks // 2))
+        return cls(8 << 10, 8, 64 << 10, 4 if ranks == 2 else 2, tracks)
+
+    def area_bytes(self, ranks: int) -> int:
+        """Bytes of an area: the fixed part, and a channel for each peer."""
+        letters = self.letters * (128 + 2 * self.letter)
+        return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
+
+    def blocks(self, nbytes: int) -> int:
+        """Blocks that pass a message, on either side."""
+        if nbytes <= self.letter:
+            return 1
+        return min(self.tracks, -(-nbytes // self.slot))
+
+
+class DeviceMail:
+    """The point-to-point calls of one rank; for one thread at a time. Collective to make.
+
+    Args:
+        registry: Where the memory of peers is.
+        heap: Gives the area.
+        checker: The names of calls, for errors.
+        sizes: Capacities, equal on all ranks.
+        records: Where kernels say what went wrong.
+        record: Which of them is this one's.
+        budget: Seconds that a kernel waits for a peer.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        heap: SymmetricHeap,
+        checker: Checker,
+        sizes: MailSizes,
+        records: Records,
+        record: int,
+        budget: float,
+    ) -> None:
+        driver = registry.driver
+        assert isinstance(driver, CudaDriver)
+        self._driver = driver
+        self._device = registry.device
+        self._checker = checker
+        self._sizes = sizes
+        self.rank = checker.rank
+        self.record = records.of(record)
+        self.size = sizes.area_bytes(checker.size)
+        offset = heap.reserve_private(self.size)
+        self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
+        self.address = self._areas[self.rank]
+        self._function = load(self._device, KernelName("mail.cu", "mail"))
+        self._pool = MemoryPool(driver=driver)
+        self._streams: dict[int, Any] = {}
+        #: What this rank sent to itself.
+        self._own: deque[tuple[Any, Any, Any]] = deque()
+        self._template = MailArgs(
+            MailPart(peer=NOBODY), MailPart(peer=NOBODY), self.address,
+            records.address + record * Records.BYTES, record, int(budget * 1e9),
+            sizes.letter, sizes.slot, sizes.letters, sizes.slots, sizes.tracks, self.rank,
+        )  # fmt: skip
+
+    def enqueue(self, letter: Letter, stream: Any) -> Transfer:
+        """Put a point-to-point call at the end of a stream; what it does.
+
+        Raises:
+            MismatchError: a ``recv`` of this rank from itself finds no message that fits.
+        """
+        given, taken, peer = letter.given, letter.taken, letter.peer
+        if peer == self.rank:
+            return self._to_itself(letter, stream)
+        if given is not None and taken is not None:
+            source = given.array
+            clash = overlap(given.info, taken.info)
+            if clash:
+                with stream:
+                    source = source.copy(order="K")  # freed in the order of the stream
+            self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+            reason = "in_array overlaps out_array, so it was copied" if clash else ""
+            return Transfer("send_recv", "push", not clash, reason, given.nbytes)
+        if taken is not None:
+            self._launch(peer, None, (taken.info.ptr, taken), stream)
+            return Transfer("recv", "push", True, "", taken.nbytes)
+        assert given is not None  # a letter has one of the two
+        if self._driver.capture_info(stream) is not None:
+            self._launch(peer, (given.info.ptr, given), None, stream)
+            return Transfer("send", "push", True, "", given.nbytes)
+        copy = self._copy(given, stream)
+        ahead = self._stream_to(peer)
+        ahead.wait_event(self._driver.record_event(stream))
+        self._launch(peer, (copy.data.ptr, given), None, ahead)
+        self._pool.record_stream(copy, ahead)
+        reason = "a send does not wait for its peer"
+        return Transfer("send", "copy", False, reason, given.nbytes)
+
+    def describe(self, word: int) -> str:
+        """A message as its fingerprint tells it."""
+        word = unmix(word)
+        code = word >> 1 & 15
+        if code >= len(DTYPES):
+            return "something that is no message of this version"
+        order = " in Fortran order" if word & 1 else ""
+        return f"{word >> 5} elements of {DTYPES[code]}{order}"
+
+    def close(self) -> None:
+        """Drop what was sent to this rank itself, and the streams. Their work has ended."""
+        self._own.clear()
+        self._streams.clear()
+        self._pool.free_all_blocks()
+
+    def _launch(
+        self,
+        peer: int,
+        push: tuple[int, Parcel] | None,
+        drain: tuple[int, Parcel] | None,
+        stream: Any,
+    ) -> None:
+        args = MailArgs.from_buffer_copy(self._template)
+        blocks = 0
+        for part, what in ((args.push, push), (args.drain, drain)):
+            if what is not None:
+                pointer, parcel = what
+                part.array, part.bytes = pointer, parcel.nbytes
+                part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
+                part.area, part.peer = self._areas[peer], peer
+                blocks += self._sizes.blocks(parcel.nbytes)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        launch(
+            self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr,
+            ctypes.addressof(parameters), 0,
+        )  # fmt: skip
+
+    def _copy(self, parcel: Parcel, stream: Any) -> Any:
+        """The bytes of an array, copied in a stream."""
+        with stream:
+            copy = cupy.ndarray(parcel.nbytes, "u1", self._pool.malloc(parcel.nbytes))
+        self._driver.copy(copy.data.ptr, parcel.info.ptr, parcel.nbytes, stream)
+        return copy
+
+    def _stream_to(self, peer: int) -> Any:
+        stream = self._streams.get(peer)
+        if stream is None:
+            stream = self._streams[peer] = self._driver.make_stream(non_blocking=True)
+        return stream
+
+    def _to_itself(self, letter: Letter, stream: Any) -> Transfer:
+        given, taken = letter.given, letter.taken
+        if given is not None and taken is not None:
+            self._driver.copy(taken.info.ptr, given.info.ptr, given.nbytes, stream)
+            return Transfer("send_recv", "copy", True, "", given.nbytes)
+        if given is not None:
+            self._own.append((given.kind, self._copy(given, stream), stream))
+            return Transfer("send", "copy", False, "a send does not wait", given.nbytes)
+        assert taken is not None  # a letter has one of the two
+        name = self._checker.name("recv")
+        if not self._own:
+            raise MismatchError(
+                f"{name}: rank {self.rank} receives from itself and has sent nothing"
+            )
+        sent, copy, written = self._own.popleft()
+        if sent != taken.kind:
+            raise MismatchError(
+                f"{name}: rank {self.rank} sent {sent} to itself and expects {taken}; arrays are "
+                "received in the order in which they were sent; nothing was written"
+            )
+        if written is not stream:
+            stream.wait_event(self._driver.record_event(written))
+        self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
+        self._pool.record_stream(copy, stream)
+        return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)

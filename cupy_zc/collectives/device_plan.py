@@ -1,0 +1,168 @@
+"""How a collective is carried out on GPUs: a pure function of what all ranks share.
+
+==============  ================  =================  ==============================================
+operation       small and middle  large              largest
+==============  ================  =================  ==============================================
+all_reduce      ll128, or ll      two_shot           push_reduce: rings of the peers, stores alone
+reduce          ll128             two_shot           push_reduce
+reduce_scatter  ll128             one_shot           push_reduce
+others          ll128             push: store into the outputs of the peers
+==============  ================  =================  ==============================================
+
+The low-latency algorithms need no registration, as data pass through buffers of the lane on their
+way; so does the input of push_reduce. The others read or write the arrays of peers, which must be
+registered or are staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from .device_args import Sizes
+from .plan import ROLES, Operation
+
+__all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "sizes"]
+
+DeviceAlgorithm: TypeAlias = Literal[
+    "ll128", "ll", "two_shot", "one_shot", "push_reduce", "push", "copy", "none"
+]
+
+#: Bytes of a scratch buffer, of which a lane has four: large enough to hide the barriers between
+#: chunks, and for the rings of push_reduce.
+CHUNK = 4 << 20
+#: Threads of a block.
+THREADS = 512
+#: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
+LINE_DATA, LINE_DATA_16 = 120, 112
+#: Lines that a block of LL128 sends at least, and bytes that a block of the others handles.
+LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
+
+# Thresholds, in bytes of a row, by ranks; numbers of ranks between two take those of the next.
+# 2 ranks: measured on two H200 (benchmarks/results). Others by the traffic of each algorithm, to be
+# measured: in one step a rank sends its row n - 1 times.
+
+#: Largest all_reduce by LL128 in one exchange of everything with everybody, and in two steps (the
+#: own part of all, then the results).
+LL128_ONE_STEP: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
+LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
+#: Largest row of the other collectives by LL128.
+LL128_ROW: Mapping[int, int] = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+#: Largest all_reduce by LL, whose packets carry as much flag as data.
+LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 32 << 10}
+#: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
+PUSH_REDUCE: Mapping[int, int] = {2: 8 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
+PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 4 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What all ranks share."""
+
+    ranks: int
+    #: Blocks that a launch may have: multiprocessors, fewer where ranks share a GPU.
+    blocks: int
+    #: Whether the links keep lines of 128 bytes in order, which set-up tests.
+    whole_lines: bool
+    sizes: Sizes
+
+
+class Launch(NamedTuple):
+    """Which kernel, in which shape."""
+
+    algorithm: DeviceAlgorithm
+    source: str
+    function: str
+    #: Whether it is compiled for an element type and a reduction.
+    typed: bool
+    blocks: int
+    threads: int
+    two_step: bool
+    #: Whether peers read the input, or write the output, so that it must be registered or staged.
+    input_remote: bool
+    output_remote: bool
+
+
+def _at(table: Mapping[int, int], ranks: int) -> int:
+    """The entry for so many ranks, or for the next number of ranks that has one."""
+    return table[min(count for count in table if count >= ranks)]
+
+
+def sizes(ranks: int) -> Sizes:
+    """Capacities of the lanes of so many ranks."""
+    ranks = max(2, ranks)
+    most = max(_at(LL128_ONE_STEP, ranks), _at(LL128_ROW, ranks))
+    steps = 2 * -(-_at(LL128_TWO_STEPS, ranks) // (LINE_DATA_16 * ranks)) + 2
+    lines = max(1, -(-most // LINE_DATA_16), steps)
+    return Sizes(lines, -(-_at(LL_ONE_STEP, ranks) // 16), CHUNK)
+
+
+def device_plan(operation: Operation, count: int, itemsize: int, machine: Machine) -> Launch:
+    """Choose kernel and launch shape. Pure, and so the same on all ranks.
+
+    Args:
+        operation: Which collective.
+        count: Elements of a row.
+        itemsize: Bytes of an element.
+        machine: What the ranks share.
+    """
+    if machine.ranks == 1:
+        return Launch("copy", "", "", False, 0, 0, False, False, False)
+    if operation is Operation.BARRIER:
+        return Launch("none", "barrier.cu", "barrier", False, 1, 32, False, False, False)
+    quick = _low_latency(operation, count, itemsize, machine)
+    if quick is not None:
+        return quick
+    role = ROLES[operation]
+    row = count * itemsize
+    rows = machine.ranks if role.input_rows or role.output_rows else 1
+    blocks = max(1, min(machine.blocks, -(-rows * row // BYTES_A_BLOCK)))
+    if not role.reduces:
+        return Launch("push", "push.cu", operation.call, False, blocks, THREADS, False, False, True)
+    pushes = machine.blocks > 1  # half of them send
+    if operation is Operation.REDUCE_SCATTER:
+        if pushes and row >= _at(PUSH_REDUCE_SCATTER, machine.ranks):
+            return _push_reduce("push_reduce_scatter", machine, False)
+        return Launch(
+            "one_shot", "reduce_scatter.cu", "reduce_scatter", True, blocks, THREADS, False,
+            True, False,
+        )  # fmt: skip
+    if pushes and row >= _at(PUSH_REDUCE, machine.ranks):
+        return _push_reduce("push_reduce", machine, True)
+    return Launch("two_shot", "two_shot.cu", "two_shot", True, blocks, THREADS, False, True, True)
+
+
+def _push_reduce(function: str, machine: Machine, output_remote: bool) -> Launch:
+    blocks = machine.blocks // 2 * 2
+    return Launch(
+        "push_reduce", "push_reduce.cu", function, True, blocks, THREADS, False, False,
+        output_remote,
+    )  # fmt: skip
+
+
+def _low_latency(
+    operation: Operation, count: int, itemsize: int, machine: Machine
+) -> Launch | None:
+    """The plan of a small message; None for one that is none."""
+    row, ranks, reduces = count * itemsize, machine.ranks, ROLES[operation].reduces
+    all_reduce = operation is Operation.ALL_REDUCE
+    if not machine.whole_lines:
+        if not all_reduce or row > _at(LL_ONE_STEP, ranks):
+            return None
+        blocks = max(1, min(machine.blocks, row // 16 // THREADS))
+        return Launch("ll", "ll.cu", "ll", True, blocks, THREADS, False, False, False)
+    one, two = LL128_ROW, LL128_ROW
+    if all_reduce:
+        one, two = LL128_ONE_STEP, LL128_TWO_STEPS
+    if row > max(_at(one, ranks), _at(two, ranks)):
+        return None
+    two_step = row > _at(one, ranks)
+    lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
+    blocks = max(1, min(machine.blocks, lines // LINES_A_BLOCK))
+    source, function = "ll128_move.cu", f"ll128_{operation.call}"
+    if all_reduce:
+        source, function = "ll128.cu", "ll128"
+    elif reduces:
+        source = f"{function}.cu"
+    return Launch("ll128", source, function, reduces, blocks, THREADS, two_step, False, False)

@@ -1,0 +1,195 @@
+"""Set-up of the device engine: what GPUs the ranks have, and whether their memory can be trusted.
+
+Each step is voted on, so all ranks go on together or none does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ..config import settings
+from ..driver.cuda import CudaDriver
+from ..driver.cuda_kernels import KernelName, launch_with, load
+from ..errors import Error
+from ..group import vote
+from ..group.naming import sides
+from ..registration import Registry
+from .device_args import EVERY_RANK, MAX_RANKS
+from .device_lane import DeviceLane
+from .device_plan import THREADS, Machine, sizes
+
+__all__ = ["lines_are_whole", "machine_of", "test_mappings", "zero_on_all"]
+
+_log = logging.getLogger("cupy_zc")
+
+#: Bytes that each rank writes to each other one in the self-test.
+PATTERN_BYTES = 1 << 16
+#: How often a line is tried at each place of the buffers, of which there are two.
+TURNS = 20
+
+
+def machine_of(registry: Registry, ranks: int) -> Machine:
+    """What the ranks share. Collective.
+
+    Raises:
+        Error: more ranks than kernels are made for; on all of them.
+    """
+    driver, device = registry.driver, registry.device
+    assert isinstance(driver, CudaDriver)
+    if ranks > MAX_RANKS:
+        raise Error(
+            f"rank {registry.channel.rank}: the device engine is for {MAX_RANKS} ranks of a node "
+            f"at most, and there are {ranks}"
+        )
+    own = [driver.device_info(device).uuid.hex(), driver.multiprocessors(device)]
+    said = [
+        json.loads(each)
+        for each in registry.channel.all_gather(json.dumps(own).encode(), tag="GPUs of the ranks")
+    ]
+    sharing = Counter(uuid for uuid, _ in said)
+    # All blocks of all ranks must fit their GPU at once, one a multiprocessor.
+    blocks = min(count // sharing[uuid] for uuid, count in said)
+    return Machine(ranks, max(1, blocks), True, sizes(ranks))
+
+
+def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:
+    """Zero memory of this rank, on all ranks before anybody uses theirs. Collective.
+
+    Raises:
+        AgreementError: a rank could not; on all of them.
+    """
+    driver = registry.driver
+    assert isinstance(driver, CudaDriver)
+
+    def zero() -> None:
+        driver.fill(address, 0, size, stream)
+        stream.synchronize()
+
+    _step(registry, f"zero {what}", zero)
+
+
+def test_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
+    """Write a pattern through every mapping of a peer, and look whether it came there. Collective.
+
+    It overwrites the lane.
+
+    Raises:
+        AgreementError: a pair of ranks cannot reach each other's memory; on all of them.
+    """
+    driver = registry.driver
+    assert isinstance(driver, CudaDriver)
+    me = lane.rank
+    peers = [peer for peer in range(len(lane.addresses)) if peer != me]
+
+    def write() -> None:
+        for peer in peers:
+            _pattern("write", registry, stream, _place(lane, peer, me), me, peer, None)
+        stream.synchronize()
+
+    def check() -> None:
+        counter = driver.plain_memory(8)
+        for peer in peers:
+            for what, at, writer, owner in (
+                (f"rank {peer} wrote to its memory", _place(lane, me, peer), peer, me),
+                (f"it wrote to the memory of rank {peer}", _place(lane, peer, me), me, peer),
+            ):
+                driver.fill(counter.ptr, 0, 8, stream)
+                _pattern("check", registry, stream, at, writer, owner, counter.ptr)
+                with stream:
+                    wrong = int.from_bytes(driver.read(counter.ptr, 8), "little")
+                if wrong:
+                    raise Error(
+                        f"rank {me} reads {wrong:,} of {PATTERN_BYTES // 4:,} words wrong that "
+                        f"{what}; the GPUs of the two do not share memory as they say (an IOMMU "
+                        "or ACS in the way of PCIe, a failing link)"
+                    )
+
+    _step(registry, "write a pattern to the peers", write)
+    _step(registry, "read the pattern of the peers", check)
+
+
+def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
+    """Whether lines of 128 bytes come over every link in one piece, the flag in them last.
+
+    Rows of patterns, other ones each time, are gathered in such lines; a word of an older line that
+    is taken for new shows. Collective; the answer is the same on all ranks.
+
+    Raises:
+        AgreementError: a rank did not come, or has no memory; on all of them.
+    """
+    driver, ranks, me = registry.driver, len(lane.addresses), lane.rank
+    assert isinstance(driver, CudaDriver)
+    wrong = 0
+
+    def gather() -> None:
+        nonlocal wrong
+        function = load(registry.device, KernelName("ll128_move.cu", "ll128_all_gather"))
+        memory = driver.plain_memory((ranks + 1) * PATTERN_BYTES + 8)
+        counter = memory.ptr + (ranks + 1) * PATTERN_BYTES
+        driver.fill(counter, 0, 8, stream)
+        args = lane.args()
+        args.input, args.output = memory.ptr, memory.ptr + PATTERN_BYTES
+        args.count, args.element, args.root = PATTERN_BYTES, 1, EVERY_RANK
+        args.budget = int(settings().setup_timeout * 1e9)
+        for turn in range(TURNS):
+            _pattern("write", registry, stream, args.input, turn, me, None)
+            launch_with(function, 8, THREADS, stream, [args])
+            for peer in range(ranks):
+                row = args.output + peer * PATTERN_BYTES
+                _pattern("check", registry, stream, row, turn, peer, counter)
+        with stream:
+            wrong = int.from_bytes(driver.read(counter, 8), "little")
+        if lane.record.code:
+            raise Error(f"rank {me} waited in vain for a line of rank {lane.record.rank}")
+
+    _step(registry, "exchange lines of 128 bytes", gather)
+    said = registry.channel.all_gather(str(wrong).encode(), tag="whole lines")
+    broken = {rank: f"{int(each):,} wrong words" for rank, each in enumerate(said) if int(each)}
+    if broken:
+        _log.warning(
+            "the links between the GPUs do not keep lines of 128 bytes whole (%s), so small "
+            "messages take another protocol",
+            sides(broken, "got"),
+        )
+    return not broken
+
+
+def _pattern(
+    kernel: str,
+    registry: Registry,
+    stream: Any,
+    address: int,
+    first: int,
+    second: int,
+    counter: int | None,
+) -> None:
+    """Write or check ``PATTERN_BYTES`` of a pattern that belongs to two numbers."""
+    function = load(registry.device, KernelName("pattern.cu", f"pattern_{kernel}"))
+    values: list[Any] = [
+        ctypes.c_uint64(address),
+        ctypes.c_uint64(PATTERN_BYTES // 4),
+        ctypes.c_uint64(0),
+        ctypes.c_uint32(1 + first * MAX_RANKS + second),
+    ]
+    if counter is not None:
+        values.append(ctypes.c_uint64(counter))
+    launch_with(function, 4, 256, stream, values)
+
+
+def _place(lane: DeviceLane, owner: int, writer: int) -> int:
+    """Where one rank writes its pattern to the lane of another one."""
+    return lane.addresses[owner] + writer * PATTERN_BYTES
+
+
+def _step(registry: Registry, name: str, action: Callable[[], None]) -> None:
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the vote raises it on all ranks
+        failure = error
+    vote(registry.channel, name, failure)

@@ -1,0 +1,166 @@
+"""The device engine without a GPU: plans, the layout of arguments and lanes, fingerprints."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_zc import kernels
+from cupy_zc.collectives import device_lane
+from cupy_zc.collectives.call import Call
+from cupy_zc.collectives.device_args import Args, Record, Sizes, described, fingerprint
+from cupy_zc.collectives.device_plan import (
+    CHUNK,
+    LINE_DATA,
+    LINE_DATA_16,
+    Machine,
+    device_plan,
+    sizes,
+)
+from cupy_zc.collectives.dtypes import DTYPES
+from cupy_zc.collectives.plan import REDUCTIONS, ROLES, Operation
+
+_machines = st.builds(
+    lambda ranks, blocks, lines: Machine(ranks, blocks, lines, sizes(ranks)),
+    st.integers(1, 8), st.integers(1, 132), st.booleans(),
+)  # fmt: skip
+_items = st.sampled_from([1, 2, 4, 8, 16])
+
+
+@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines)
+def test_a_plan_fits_the_machine_and_the_lane(
+    operation: Operation, count: int, itemsize: int, machine: Machine
+) -> None:
+    plan = device_plan(operation, count, itemsize, machine)
+    assert plan == device_plan(operation, count, itemsize, machine)
+    if machine.ranks == 1:
+        assert plan.algorithm == "copy"
+        return
+    assert 1 <= plan.blocks <= machine.blocks
+    assert plan.threads % 32 == 0
+    assert plan.threads <= 512
+    nbytes = count * itemsize
+    if plan.algorithm == "ll":
+        assert not machine.whole_lines
+        assert -(-nbytes // 16) <= machine.sizes.ll_packs
+    if plan.algorithm == "ll128":
+        assert machine.whole_lines
+        sixteen = itemsize == 16 and ROLES[operation].reduces
+        lines = max(1, -(-nbytes // (LINE_DATA_16 if sixteen else LINE_DATA)))
+        if plan.two_step:
+            lines = 2 * -(-lines // machine.ranks)
+        assert lines <= machine.sizes.ll128_lines
+    if plan.algorithm == "push_reduce":
+        assert plan.blocks % 2 == 0
+        return
+    low_latency = plan.algorithm in ("ll", "ll128", "none")
+    assert low_latency or plan.input_remote or plan.output_remote
+
+
+@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines)
+def test_a_plan_names_a_kernel_that_there_is(
+    operation: Operation, count: int, itemsize: int, machine: Machine
+) -> None:
+    plan = device_plan(operation, count, itemsize, machine)
+    if machine.ranks == 1:
+        assert not plan.function
+        return
+    assert plan.source in {path.name for path in kernels.path("types.cuh").parent.glob("*.cu")}
+    assert re.search(rf"CUPY_ZC_KERNEL\({plan.function}\)", kernels.source(plan.source))
+
+
+@given(st.sampled_from(sorted(set(Operation) - {Operation.BARRIER})), _items, _machines)
+def test_an_array_without_elements_still_has_a_plan(
+    operation: Operation, itemsize: int, machine: Machine
+) -> None:
+    assert device_plan(operation, 0, itemsize, machine).function or machine.ranks == 1
+
+
+def test_arguments_lie_where_the_kernels_look_for_them() -> None:
+    """Field by field against the structures of types.cuh, which asserts their sizes."""
+    text = kernels.source("types.cuh")
+    for kind in (Args, Record):
+        name = {Args: "Args", Record: "ErrorRecord"}[kind]
+        body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+        assert body is not None
+        fields = re.findall(r"^    u(\d+) (\w+)(\[MAX_RANKS\])?;", body[1], re.MULTILINE)
+        there = [
+            (field, 8 * ctypes.sizeof(type_) // (8 if many else 1), bool(many))
+            for (field, type_), (_, _, many) in zip(kind._fields_, fields, strict=True)
+        ]
+        assert there == [(field, int(bits), bool(many)) for bits, field, many in fields]
+        assert f"sizeof({name}) == {ctypes.sizeof(kind)}" in text
+
+
+@given(st.integers(2, 8), st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 99))
+def test_a_lane_has_the_bytes_that_the_kernels_count(
+    ranks: int, lines: int, packs: int, chunk: int
+) -> None:
+    """The formula of types.cuh, which a static_assert there pins for one more example."""
+    fixed = int(re.search(r"LL128 = (\d+);", kernels.source("types.cuh"))[1])  # type: ignore[index]
+    buffers = 2 * (ranks - 1) * (lines * 128 + packs * 32)
+    assert Sizes(lines, packs, chunk * 128).lane_bytes(ranks) == fixed + buffers + 512 * chunk
+
+
+def test_the_parts_of_a_lane_that_the_host_reads_are_where_kernels_put_them() -> None:
+    pads = 2 * device_lane.MAX_RANKS * device_lane.WORD_BYTES
+    text = kernels.source("types.cuh")
+    blocks = int(re.search(r"MAX_BLOCKS = (\d+);", text)[1])  # type: ignore[index]
+    assert f"MAX_RANKS = {device_lane.MAX_RANKS};" in text
+    assert f"WORD_BYTES = {device_lane.WORD_BYTES};" in text
+    # The pads of the barriers, and as many of the rings.
+    assert pads + 2 * device_lane.MAX_RANKS * blocks * 8 == device_lane.STATE
+    assert f"TICKET_BITS = {device_lane.TICKET_BITS};" in kernels.source("wait.cuh")
+
+
+def test_scratch_holds_a_line_of_every_row_and_a_whole_number_of_lines() -> None:
+    assert CHUNK % 128 == 0
+    assert CHUNK >= 128 * 8
+
+
+_calls = st.builds(
+    lambda operation, code, reduction, root, columns, fortran: Call(
+        operation, np.dtype(DTYPES[code] if DTYPES[code] != "bfloat16" else "f2"), code, reduction,
+        root, columns, fortran, None, None, False, "",
+    ),
+    st.sampled_from(sorted(set(Operation) - {Operation.BARRIER})),
+    st.integers(0, len(DTYPES) - 1),
+    st.integers(0, len(REDUCTIONS) - 1),
+    st.integers(0, 7),
+    st.integers(0, 1 << 48),
+    st.integers(0, 1),
+)  # fmt: skip
+
+
+@given(_calls, _calls)
+def test_calls_that_differ_have_other_fingerprints(one: Call, other: Call) -> None:
+    same = one[:1] + one[2:7] == other[:1] + other[2:7]
+    assert (fingerprint(one) == fingerprint(other)) == same
+    assert 0 <= fingerprint(one) < 1 << 64
+
+
+@given(_calls)
+def test_a_fingerprint_tells_what_was_called(call: Call) -> None:
+    text = described(fingerprint(call))
+    assert text.startswith(f"{call.operation.call}(count={call.columns}, dtype={DTYPES[call.code]}")
+    assert (f"op={REDUCTIONS[call.reduction]!r}" in text) == ROLES[call.operation].reduces
+    assert (f"root={call.root}" in text) == ROLES[call.operation].rooted
+
+
+def test_a_word_that_is_no_fingerprint_is_no_error_of_its_own() -> None:
+    words = np.random.default_rng(3).integers(0, 1 << 63, 200)
+    told = {described(int(word)) for word in words}
+    assert any(text.startswith("something that is no call") for text in told)
+
+
+@pytest.mark.parametrize("bits", range(24))
+def test_every_bit_of_a_fingerprint_depends_on_the_count(bits: int) -> None:
+    """Lines carry 24 bits of it: calls that differ in their count alone must differ there."""
+    call = Call(Operation.ALL_REDUCE, np.dtype("f4"), 11, 0, 0, 0, 0, None, None, False, "")
+    values = [fingerprint(call._replace(columns=1 << shift)) >> bits & 1 for shift in range(44)]
+    assert {0, 1} == set(values)
