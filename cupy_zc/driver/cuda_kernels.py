@@ -118,4 +118,4 @@ def _load(device: int, name: KernelName) -> tuple[int, Any]:
     ) as error:
         cause = f"{name.source} cannot be used on device {device}: {error}"
         code = getattr(error, "status", 0)
-        raise DriverError("cuModuleLoadData", type(error).__name__, code, cause=cause) from error
+        raise DriverError("cupy.RawModule", type(error).__name__, code, cause=cause) from error
