@@ -103,9 +103,12 @@ class Communicator(Calls):
     ) -> Communicator:
         """The ranks of an mpi4py communicator. Collective over it; MPI is used for set-up only.
 
+        A rank has the current device. Where all ranks of a node have the same one, and see more of
+        them, each rank gets another one, which is made current.
+
         Args:
             mpi_comm: An ``mpi4py.MPI.Intracomm``; None for ``MPI.COMM_WORLD``.
-            backend: "auto", or "host", the engine of the host driver.
+            backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
             timeout: Seconds to wait for a rank in a call; None for ``settings().timeout``.
             deterministic: Results bitwise equal from run to run. The host engine's always are.
             strict: Raise :class:`~cupy_zc.NotZeroCopyError` where this rank would copy its data
@@ -122,7 +125,7 @@ class Communicator(Calls):
         """
         options = opening.Options.of(
             "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
-            deterministic=deterministic, strict=strict, register=register,
+            deterministic=deterministic, strict=strict, register=register, spread=True,
         )  # fmt: skip
         return opening.start(cls, from_mpi(mpi_comm), options)
 

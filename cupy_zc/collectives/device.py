@@ -21,7 +21,7 @@ from ..group.naming import name_ranks
 from ..registration import Registry, SymmetricHeap
 from .call import Call, Transfer
 from .checks import Checker
-from .device_args import EVERY_RANK, STAGED, Args, fingerprint, location
+from .device_args import EVERY_RANK, STAGED, Args, Record, fingerprint, location
 from .device_failures import failure_in_words
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
@@ -150,6 +150,8 @@ class DeviceEngine:
         self._side = driver.make_stream(non_blocking=True)
         self._windows = WindowTable(driver, registry, self.size, self._side)
         self._lanes: dict[int, DeviceLane] = {}
+        #: Where kernels may say what went wrong.
+        self._watched: list[Record] = []
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
         self._open_lane(0)
         if self.size > 1 and not lines_are_whole(self._lanes[0], registry, self._side):
@@ -159,6 +161,7 @@ class DeviceEngine:
             registry, heap, checker, mail, self._records, Records.COUNT - 1, timeout
         )
         zero_on_all(registry, self._side, "the mail", self._mail.address, self._mail.size)
+        self._watched.append(self._mail.record)
 
     def _open_lane(self, number: int) -> None:
         lane = DeviceLane(
@@ -170,6 +173,7 @@ class DeviceEngine:
         address = lane.addresses[self.rank]
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane
+        self._watched.append(lane.record)
 
     # Errors
 
@@ -188,11 +192,10 @@ class DeviceEngine:
 
     def _failure_of(self, call: object) -> Error | None:
         """What went wrong in a call on the device; None where nothing did."""
-        if self._mail.record.code:
-            return failure_in_words(self._mail.record, call, self.rank, self._timeout, self._mail)
-        for lane in self._lanes.values():
-            if lane.record.code:
-                return failure_in_words(lane.record, call, self.rank, self._timeout, None)
+        for record in self._watched:
+            if record.code:
+                mail = self._mail if record is self._mail.record else None
+                return failure_in_words(record, call, self.rank, self._timeout, mail)
         return None
 
     def fail(self, error: BaseException) -> None:
@@ -299,10 +302,17 @@ class DeviceEngine:
         return DeviceRepeat(self, shape, done, self._registry.version)
 
     def unchanged(self, version: int) -> bool:
-        """Whether arrays are where they were when the registrations had this version."""
+        """Whether arrays are where they were at this version of the registrations, and all is well.
+
+        It is asked in every call of a loop.
+        """
+        for record in self._watched:
+            if record.code:
+                return False
         return (
             version == self._registry.version
             and self._windows.version == self._registry.windows.version
+            and self._failure is None
         )
 
     @staticmethod

@@ -136,10 +136,10 @@ class Line:
                 or self._current_device() != self._registry.device
                 or self.capturing(last)
                 or (self._automatic and is_agreed(number))
+                or self.closed
+                or os.getpid() != self.owner
+                or not kept[2].launch(last)
             ):
-                return False
-            self.check_open(key[0].call)
-            if not kept[2].launch(last):
                 return False
             if self._automatic:
                 self._number = number

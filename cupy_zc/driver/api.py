@@ -174,6 +174,10 @@ class Driver(Protocol):
         """
         ...
 
+    def make_current(self, device: int) -> None:
+        """Make a device the current one of the calling thread, until another one is."""
+        ...
+
     # Ranges
     def reserve(self, size: int, alignment: int) -> int:
         """Reserve addresses; they hold nothing yet. Returns the first."""

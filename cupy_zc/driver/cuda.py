@@ -133,6 +133,11 @@ class CudaDriver:
         device_context: contextlib.AbstractContextManager[Any] = cupy.cuda.Device(device)
         return device_context
 
+    def make_current(self, device: int) -> None:
+        """Make a device the current one of the calling thread, for CuPy as well."""
+        with _runtime_call("cudaSetDevice", f"device={device}"):
+            cupy.cuda.Device(device).use()
+
     def multiprocessors(self, device: int) -> int:
         """How many multiprocessors a device has."""
         with _runtime_call("cudaDeviceGetAttribute", f"device={device}"):
