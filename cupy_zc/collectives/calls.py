@@ -46,7 +46,7 @@ class Calls(ABC):
 
     @abstractmethod
     def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
-        """Enqueue a collective that was made before with the same arguments.
+        """Enqueue a call that was made before with the same arguments.
 
         Args:
             key: The arguments, the arrays by ``id``.
@@ -63,8 +63,8 @@ class Calls(ABC):
         """Enqueue a collective, and keep how it was done under a key of :meth:`_again`."""
 
     @abstractmethod
-    def _mail(self, letter: Letter, stream: Any) -> None:
-        """Enqueue a point-to-point call."""
+    def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
+        """Enqueue a point-to-point call, and keep it as :meth:`_collective` does."""
 
     def all_reduce(
         self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None
@@ -191,7 +191,7 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("send", "peer", peer)
-        self._mail(Letter("send", peer, self._parcel("send", "array", array), None), stream)
+        self._mail(Letter("send", peer, self._parcel("send", "array", array), None), stream, ())
 
     def recv(self, out_array: Any, peer: int, stream: Any = None) -> None:
         """Receive the next array that one rank sends to this one.
@@ -203,7 +203,10 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("recv", "peer", peer)
-        self._mail(Letter("recv", peer, None, self._parcel("recv", "out_array", out_array)), stream)
+        key = ("recv", id(out_array), peer)
+        if not self._again(key, out_array, out_array, stream):
+            taken = self._parcel("recv", "out_array", out_array)
+            self._mail(Letter("recv", peer, None, taken), stream, key)
 
     def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
         """Send one array to a rank and receive another one from it.
@@ -216,6 +219,9 @@ class Calls(ABC):
         """
         call = "send_recv"
         peer = self._checker.rank_of(call, "peer", peer)
+        key = (call, id(in_array), id(out_array), peer)
+        if self._again(key, in_array, out_array, stream):
+            return
         given = self._parcel(call, "in_array", in_array)
         taken = self._parcel(call, "out_array", out_array)
         if peer == self._checker.rank and given.kind != taken.kind:
@@ -223,7 +229,7 @@ class Calls(ABC):
                 self._checker.name(call), "out_array", str(taken),
                 f"{given}, which this rank sends to itself",
             )  # fmt: skip
-        self._mail(Letter(call, peer, given, taken), stream)
+        self._mail(Letter(call, peer, given, taken), stream, key)
 
     def _parcel(self, call: str, name: str, array: Any) -> Parcel:
         info = self._checker.array(call, name, array)

@@ -334,12 +334,14 @@ class Communicator(Calls):
         with self._line.turn(call.operation.call):
             self._admit(call.operation.call, call)
             self._line.enqueue(call.operation.call, call, stream)
-            self._line.keep(key, call)
+            self._line.keep(key, call.input, call.output)
 
-    def _mail(self, letter: Letter, stream: Any) -> None:
+    def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
         with self._line.turn(letter.call):
             self._admit(letter.call, letter)
             self._line.enqueue(letter.call, letter, stream)
+            given, taken = (part and part.array for part in (letter.given, letter.taken))
+            self._line.keep(key, given, taken)
 
     def _admit(self, call: str, work: Call | Letter) -> None:
         """Note what is not registered, and refuse it where the user asked for that."""

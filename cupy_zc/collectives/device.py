@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
@@ -21,7 +21,8 @@ from ..group.naming import name_ranks
 from ..registration import Registry, SymmetricHeap
 from .call import Call, Transfer
 from .checks import Checker
-from .device_args import EVERY_RANK, STAGED, Args, Record, fingerprint, location
+from .device_args import EVERY_RANK, STAGED, Record, fingerprint, location
+from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
 from .device_failures import failure_in_words
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
@@ -29,11 +30,11 @@ from .device_plan import Launch, Machine, device_plan
 from .device_setup import lines_are_whole, machine_of, test_mappings, zero_on_all
 from .device_windows import WindowTable
 from .dtypes import DTYPES
-from .engine import Place
+from .engine import Place, Repeat
 from .plan import REDUCTIONS, ROLES, Operation
 from .point_to_point import Letter
 
-__all__ = ["DeviceEngine", "DeviceRepeat"]
+__all__ = ["DeviceEngine"]
 
 #: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
 _ELEMENTS = (
@@ -44,65 +45,6 @@ assert len(_ELEMENTS) == len(DTYPES)
 
 #: Shapes of calls that are kept ready for a lane.
 _KEPT = 4096
-
-
-class _Shape(NamedTuple):
-    """A call but for where its arrays are, ready to be launched on a lane."""
-
-    plan: Launch
-    function: int
-    args: Args
-    #: Address of the array of addresses of parameters that a launch takes.
-    parameters: int
-    #: What keeps that array.
-    keep: Any
-    #: What it does where nobody stages.
-    transfer: Transfer
-
-
-class _Done(NamedTuple):
-    """What is known of the last call, without its arrays."""
-
-    #: None of a point-to-point call.
-    operation: Operation | None
-    root: int
-    plan: Launch | None
-    #: As far as this rank knows.
-    transfer: Transfer
-    stream: Any
-    lane: DeviceLane | None
-
-
-class DeviceRepeat:
-    """A call that was made, to be made again with the same arrays on the same lane.
-
-    It keeps no array: whoever asks for it again has them.
-    """
-
-    __slots__ = ("_done", "_engine", "_shape", "_values", "_version")
-
-    def __init__(self, engine: DeviceEngine, shape: _Shape, done: _Done, version: int) -> None:
-        args = shape.args
-        self._engine = engine
-        self._shape = shape
-        self._done = done
-        #: Of the registrations that the locations are from.
-        self._version = version
-        self._values = (args.input, args.output, args.input_location, args.output_location)
-
-    def launch(self, stream: Any) -> bool:
-        """Make it, if all is as it was; False, and nothing done, where it is not."""
-        engine, shape = self._engine, self._shape
-        if not engine.unchanged(self._version):
-            return False
-        args, plan = shape.args, shape.plan
-        args.input, args.output, args.input_location, args.output_location = self._values
-        launch(
-            shape.function, plan.blocks, 1, 1, plan.threads, 1, 1, 0, stream.ptr,
-            shape.parameters, 0,
-        )  # fmt: skip
-        engine.done = self._done
-        return True
 
 
 class DeviceEngine:
@@ -143,8 +85,8 @@ class DeviceEngine:
         self._abandon = abandon
         self._timeout = timeout
         self._failure: BaseException | None = None
-        self.done: _Done | None = None
-        self._shape: _Shape | None = None
+        self.done: Done | None = None
+        self._repeat: Repeat | None = None
         self._records = Records(driver)
         self._machine: Machine = machine_of(registry, self.size)
         self._side = driver.make_stream(non_blocking=True)
@@ -152,7 +94,7 @@ class DeviceEngine:
         self._lanes: dict[int, DeviceLane] = {}
         #: Where kernels may say what went wrong.
         self._watched: list[Record] = []
-        self._shapes: dict[tuple[Any, ...], _Shape] = {}
+        self._shapes: dict[tuple[Any, ...], Shape] = {}
         self._open_lane(0)
         if self.size > 1 and not lines_are_whole(self._lanes[0], registry, self._side):
             self._machine = dataclasses.replace(self._machine, whole_lines=False)
@@ -250,7 +192,7 @@ class DeviceEngine:
 
     def enqueue(self, work: Call | Letter, stream: Any) -> None:
         """Launch a call."""
-        self._shape = None
+        self._repeat = None
         if self._driver.current_device() == self._device:
             self._enqueue(work, stream, 0)
         else:
@@ -259,7 +201,10 @@ class DeviceEngine:
 
     def _enqueue(self, call: Call | Letter, stream: Any, lane: int) -> None:
         if isinstance(call, Letter):
-            self.done = _Done(None, 0, None, self._mail.enqueue(call, stream), stream, None)
+            transfer, made = self._mail.enqueue(call, stream)
+            self.done = done = Done(None, 0, None, transfer, stream, None)
+            if made is not None:
+                self._repeat = RepeatedLetter(self, made, done)
             return
         source, target = call.input, self._output(call)
         if call.clash:
@@ -268,7 +213,7 @@ class DeviceEngine:
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
-            done = _Done(call.operation, call.root, plan, _transfer(call, plan, 1), stream, None)
+            done = Done(call.operation, call.root, plan, _transfer(call, plan, 1), stream, None)
             self.done = done
             return
         self._windows.refresh()
@@ -289,31 +234,32 @@ class DeviceEngine:
         reasons = [place.reason for place in self.places(call) if place.reason]
         if reasons:
             transfer = dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
-        done = _Done(call.operation, call.root, plan, transfer, stream, self._lanes[lane])
+        done = Done(call.operation, call.root, plan, transfer, stream, self._lanes[lane])
         self.done = done
         if not call.clash and not lane:
-            self._shape = shape
+            self._repeat = RepeatedCall(self, shape, done, self._registry.version)
 
-    def repeat(self) -> DeviceRepeat | None:
+    def repeat(self) -> Repeat | None:
         """The call that was enqueued last, to be made again; see :meth:`Engine.repeat`."""
-        shape, done = self._shape, self.done
-        if shape is None or done is None:
-            return None
-        return DeviceRepeat(self, shape, done, self._registry.version)
+        return self._repeat
 
     def unchanged(self, version: int) -> bool:
         """Whether arrays are where they were at this version of the registrations, and all is well.
 
         It is asked in every call of a loop.
         """
-        for record in self._watched:
-            if record.code:
-                return False
         return (
             version == self._registry.version
             and self._windows.version == self._registry.windows.version
-            and self._failure is None
+            and self.is_well()
         )
+
+    def is_well(self) -> bool:
+        """Whether no call has failed."""
+        for record in self._watched:
+            if record.code:
+                return False
+        return self._failure is None
 
     @staticmethod
     def _output(call: Call) -> Any:
@@ -324,7 +270,7 @@ class DeviceEngine:
             else call.output
         )
 
-    def _shape_of(self, call: Call, number: int) -> _Shape:
+    def _shape_of(self, call: Call, number: int) -> Shape:
         key = (
             number, call.operation, call.code, call.reduction, call.root, call.columns,
             call.fortran,
@@ -336,7 +282,7 @@ class DeviceEngine:
             shape = self._shapes[key] = self._make_shape(call, self._lanes[number])
         return shape
 
-    def _make_shape(self, call: Call, lane: DeviceLane) -> _Shape:
+    def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
         defines: tuple[str, ...] = ()
         if plan.typed:
@@ -352,7 +298,7 @@ class DeviceEngine:
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         transfer = _transfer(call, plan, self.size)
-        return _Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
+        return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
         """What any collective of one rank is."""

@@ -26,7 +26,7 @@ from .device_lane import Records
 from .dtypes import DTYPES
 from .point_to_point import Letter, Parcel
 
-__all__ = ["DeviceMail", "MailArgs", "MailPart", "MailSizes"]
+__all__ = ["DeviceMail", "MailArgs", "MailLaunch", "MailPart", "MailSizes"]
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
@@ -82,6 +82,22 @@ class MailSizes(NamedTuple):
         return min(self.tracks, -(-nbytes // self.slot))
 
 
+class MailLaunch(NamedTuple):
+    """A launch of the kernel, which can be made again."""
+
+    function: int
+    blocks: int
+    #: Address of the array of addresses of parameters, and what keeps it.
+    parameters: int
+    keep: Any
+
+    def __call__(self, stream: Any) -> None:
+        """Launch on a stream."""
+        launch(
+            self.function, self.blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr, self.parameters, 0
+        )  # fmt: skip
+
+
 class DeviceMail:
     """The point-to-point calls of one rank; for one thread at a time. Collective to make.
 
@@ -128,38 +144,42 @@ class DeviceMail:
             sizes.letter, sizes.slot, sizes.letters, sizes.slots, sizes.tracks, self.rank,
         )  # fmt: skip
 
-    def enqueue(self, letter: Letter, stream: Any) -> Transfer:
-        """Put a point-to-point call at the end of a stream; what it does.
+    def enqueue(self, letter: Letter, stream: Any) -> tuple[Transfer, MailLaunch | None]:
+        """Put a point-to-point call at the end of a stream.
+
+        Returns:
+            What it does, and the launch where another one of the same arrays would be the same.
 
         Raises:
             MismatchError: a ``recv`` of this rank from itself finds no message that fits.
         """
         given, taken, peer = letter.given, letter.taken, letter.peer
         if peer == self.rank:
-            return self._to_itself(letter, stream)
+            return self._to_itself(letter, stream), None
         if given is not None and taken is not None:
             source = given.array
             clash = overlap(given.info, taken.info)
             if clash:
                 with stream:
                     source = source.copy(order="K")  # freed in the order of the stream
-            self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+            made = self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
             reason = "in_array overlaps out_array, so it was copied" if clash else ""
-            return Transfer("send_recv", "push", not clash, reason, given.nbytes)
+            done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
+            return done, None if clash else made
         if taken is not None:
-            self._launch(peer, None, (taken.info.ptr, taken), stream)
-            return Transfer("recv", "push", True, "", taken.nbytes)
+            made = self._launch(peer, None, (taken.info.ptr, taken), stream)
+            return Transfer("recv", "push", True, "", taken.nbytes), made
         assert given is not None  # a letter has one of the two
         if self._driver.capture_info(stream) is not None:
             self._launch(peer, (given.info.ptr, given), None, stream)
-            return Transfer("send", "push", True, "", given.nbytes)
+            return Transfer("send", "push", True, "", given.nbytes), None
         copy = self._copy(given, stream)
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
         self._launch(peer, (copy.data.ptr, given), None, ahead)
         self._pool.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
-        return Transfer("send", "copy", False, reason, given.nbytes)
+        return Transfer("send", "copy", False, reason, given.nbytes), None
 
     def describe(self, word: int) -> str:
         """A message as its fingerprint tells it."""
@@ -182,7 +202,7 @@ class DeviceMail:
         push: tuple[int, Parcel] | None,
         drain: tuple[int, Parcel] | None,
         stream: Any,
-    ) -> None:
+    ) -> MailLaunch:
         args = MailArgs.from_buffer_copy(self._template)
         blocks = 0
         for part, what in ((args.push, push), (args.drain, drain)):
@@ -193,10 +213,9 @@ class DeviceMail:
                 part.area, part.peer = self._areas[peer], peer
                 blocks += self._sizes.blocks(parcel.nbytes)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        launch(
-            self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr,
-            ctypes.addressof(parameters), 0,
-        )  # fmt: skip
+        made = MailLaunch(self._function, blocks, ctypes.addressof(parameters), (args, parameters))
+        made(stream)
+        return made
 
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
         """The bytes of an array, copied in a stream."""

@@ -139,6 +139,9 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         for turn in range(TURNS):
             _pattern("write", registry, stream, args.input, turn, me, None)
             launch_with(function, 8, THREADS, stream, [args])
+            # Nothing may queue up behind a kernel that waits for a rank of the same GPU: the work
+            # of that rank may be behind it in one of the GPU's queues.
+            stream.synchronize()
             for peer in range(ranks):
                 row = args.output + peer * PATTERN_BYTES
                 _pattern("check", registry, stream, row, turn, peer, counter)

@@ -15,6 +15,7 @@ from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
 from .checks import Checker
 from .engine import Engine, Repeat
+from .plan import Operation
 from .point_to_point import Letter
 
 __all__ = ["Line"]
@@ -96,15 +97,21 @@ class Line:
 
     # Calls that were made before
 
-    def keep(self, key: tuple[Any, ...], call: Call) -> None:
-        """Keep how the call that was enqueued last was made, for :meth:`again`."""
+    def keep(self, key: tuple[Any, ...], source: Any, target: Any) -> None:
+        """Keep how the call that was enqueued last was made, for :meth:`again`.
+
+        Args:
+            key: Its arguments.
+            source: Its arrays; None where it has only the other one.
+            target: As above.
+        """
         repeat = self._engine.repeat()
         if repeat is None:
             return
         if len(self._repeats) >= KEPT:
             self._repeats.clear()
-        given = call.output if call.input is None else call.input
-        taken = call.input if call.output is None else call.output
+        given = target if source is None else source
+        taken = source if target is None else target
         self._repeats[key] = (weakref.ref(given), weakref.ref(taken), repeat)
 
     def again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
@@ -126,6 +133,7 @@ class Line:
         if not self._lock.acquire(False):
             return False
         try:
+            numbered = self._automatic and type(key[0]) is Operation
             number = self._number + 1
             last = self.last_stream
             current = self._current_stream() if stream is None else stream
@@ -135,13 +143,13 @@ class Line:
                 or self._event is not None
                 or self._current_device() != self._registry.device
                 or self.capturing(last)
-                or (self._automatic and is_agreed(number))
+                or (numbered and is_agreed(number))
                 or self.closed
                 or os.getpid() != self.owner
                 or not kept[2].launch(last)
             ):
                 return False
-            if self._automatic:
+            if numbered:
                 self._number = number
             return True
         finally:
