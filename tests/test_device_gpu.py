@@ -371,3 +371,25 @@ def test_a_rank_that_stops_calling_is_named_in_time_and_the_context_lives_on() -
             np.testing.assert_array_equal(got(small), np.ones(10, "f4"))
 
         work.run(comms, body)
+
+
+# Life
+
+
+def test_two_hundred_communicators_leave_no_memory_behind() -> None:
+    driver = select("cuda")
+    free = []
+    for number in range(200):
+        with ranks(2) as comms:
+
+            def body(comm: Communicator) -> None:
+                one, other = comm.zeros(1000, "f4"), comm.zeros(1000, "f4")
+                comm.all_reduce(one, one)
+                comm.send(one, 1 - comm.rank)
+                comm.recv(other, 1 - comm.rank)
+                comm.synchronize()
+
+            work.run(comms, body)
+        if number in (40, 199):  # what CUDA allocates for a first time is there by then
+            free.append(driver.memory_info(0).free)
+    assert free[0] - free[1] < 32 << 20
