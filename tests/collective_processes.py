@@ -133,7 +133,7 @@ def be_killed(rank: int, size: int, port: int, victim: int, where: str) -> dict[
         if rank == victim:
             if where == "collective":
                 # After it has met the others, with the others inside.
-                comm._engine._control.meet = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+                comm._engine._eager.control.meet = lambda _: os.kill(os.getpid(), signal.SIGKILL)
                 comm.all_reduce(array, array)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()

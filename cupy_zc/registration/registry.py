@@ -30,6 +30,7 @@ from ..memory.arena import Arena
 from ..memory.blocks import Segment
 from .agreed import News, carry_out
 from .explain import Rule, judge
+from .lanes import Lanes
 from .published import Entry, Location, Registration
 from .window import SegmentName, Windows
 
@@ -68,6 +69,8 @@ class Registry:
         self.windows = Windows(driver, device, channel.rank)
         #: Where in this process a byte of a rank is: ``address(rank, arena, offset)``.
         self.address = self.windows.address
+        #: Of graphs; released ones are told to the peers with everything else.
+        self.lanes = Lanes(channel.rank, channel.ranks)
         self.closed = False
         self._published: dict[Segment, Entry] = {}
         #: Let go of, and not known to be unmapped everywhere yet.
@@ -242,6 +245,7 @@ class Registry:
                 retired=self._retired(),
                 offers=tuple(entry.offer for entry in fresh),
                 array=array,
+                lanes=self.lanes.dropped,
             )
             return news, [entry.segment.handle for entry in fresh]
 
@@ -253,6 +257,7 @@ class Registry:
             tag,
             prepare,
             check,
+            heard=self._heard,
             settled=self._settled,
             timeout=self.timeout,
         )
@@ -370,6 +375,10 @@ class Registry:
     def _retired(self) -> tuple[int, ...]:
         """Numbers of arenas that are gone, and that peers may still mirror."""
         return tuple(sorted(self._live_numbers.difference(self._numbers.values())))
+
+    def _heard(self, said: Mapping[int, News]) -> None:
+        for rank, news in said.items():
+            self.lanes.heard(rank, news.lanes)
 
     def _settled(self, news: News) -> None:
         """All peers have carried out the releases in ``news``."""
