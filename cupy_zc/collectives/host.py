@@ -28,7 +28,7 @@ from .call import Call, Transfer, describe
 from .checks import Checker, overlap
 from .dtypes import DTYPES
 from .engine import Place
-from .host_lane import HostLane
+from .host_lane import HostLane, replayed_after_close
 from .memory import matrix
 from .plan import ROLES, Capabilities, Operation, plan
 from .point_to_point import Letter, Post
@@ -104,6 +104,7 @@ class HostEngine:
         self._letters = letters
         self._post = Post(registry, letters, checker, timeout)
         self._mailing = threading.Lock()
+        self._invalid = False
         self._failure: BaseException | None = None
 
     # What went wrong
@@ -207,6 +208,7 @@ class HostEngine:
 
     def invalidate(self) -> None:
         """Make replays of all graphs do nothing from now on. Waits for those under way."""
+        self._invalid = True
         for lane in self._lanes.values():
             lane.invalidate()
 
@@ -260,6 +262,8 @@ class HostEngine:
             )
         try:
             self.check(letter)
+            if self._invalid:
+                raise replayed_after_close(letter, self.rank)
             yield
         finally:
             self._mailing.release()

@@ -16,12 +16,20 @@ from ..group import vote
 from ..registration import Registry, SymmetricHeap
 from .control import Control
 
-__all__ = ["HostLane"]
+__all__ = ["HostLane", "replayed_after_close"]
 
 #: Bytes of the smallest scratch.
 _LEAST_ROOM = 1 << 12
 #: Seconds that a replay may spend between two of its calls while somebody waits for its end.
 _STANDSTILL = 1.0
+
+
+def replayed_after_close(call: object, rank: int) -> ClosedError:
+    """The error of a captured call whose communicator was closed all the same."""
+    return ClosedError(
+        f"{call} (rank {rank}): a graph was replayed whose communicator is closed; the call did "
+        "nothing; capture it anew"
+    )
 
 
 class HostLane:
@@ -111,10 +119,7 @@ class HostLane:
         """
         with self.entered(call):
             if self._closed:
-                raise ClosedError(
-                    f"{call} (rank {self._registry.channel.rank}): a graph was replayed whose "
-                    "communicator is closed; the call did nothing; capture it anew"
-                )
+                raise replayed_after_close(call, self._registry.channel.rank)
             self._at = number
             try:
                 yield

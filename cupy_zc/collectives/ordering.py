@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..driver.api import Driver
-from ..errors import ClosedError, Error, InvalidValueError
+from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
 from ..registration import Registry
 from .call import BARRIER, Call
+from .captured import Recorder
 from .checks import Checker
 from .engine import Engine
 from .point_to_point import Letter
@@ -29,6 +30,7 @@ class Line:
         engine: Knows whether the ranks are in step.
         automatic: Whether calls are numbered at all.
         threads: Whether the ranks are threads, which must not use the null stream.
+        strict: Whether to refuse calls that copy.
         timeout: Seconds that another thread may be inside a call.
     """
 
@@ -41,6 +43,7 @@ class Line:
         *,
         automatic: bool,
         threads: bool,
+        strict: bool,
         timeout: float,
     ) -> None:
         self.closed = False
@@ -54,6 +57,8 @@ class Line:
         self._engine = engine
         self._automatic = automatic
         self._threads = threads
+        self._strict = strict
+        self._recorder = Recorder(checker, driver, registry, engine, strict=strict)
         self._timeout = timeout
         self._lock = threading.RLock()
         self._number = 0
@@ -66,13 +71,15 @@ class Line:
         Args:
             call: For errors.
             work: The call. Collectives count for registration at agreed call numbers, but for
-                barriers.
+                barriers and what is captured.
             stream: Where; None for the current stream.
         """
         stream = self.stream(call, stream)
         if self.capturing(stream):
-            self._engine.enqueue(work, stream)
+            self._recorder.record(work, stream)
             return
+        self._admit(call, work)
+        self._registry.leases.glance()
         if self._automatic and isinstance(work, Call) and work is not BARRIER:
             self._registry.at_call(self._number + 1)
             self._number += 1  # a call that ranks disagree on has no number
@@ -83,6 +90,19 @@ class Line:
             self._engine.enqueue(work, stream)
         finally:
             self._event = self._driver.record_event(stream)
+
+    def _admit(self, call: str, work: Call | Letter) -> None:
+        """Note what is not registered, and refuse it where the user asked for that."""
+        places = self._engine.places(work)
+        reasons = [place.reason for place in places if place.reason]
+        for place in places:
+            if place.segment is not None:
+                self._registry.touched(place.segment)
+        if reasons and self._strict:
+            raise NotZeroCopyError(
+                f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
+                "from empty() of the communicator; explain(array) says more"
+            )
 
     def stream(self, call: str, stream: Any) -> Any:
         """The stream that a caller means, None being the current one.

@@ -12,15 +12,23 @@
 from __future__ import annotations
 
 from .explain import Rule
+from .graph import Lease, LeaseInfo, Leases
 from .published import Location, Registration
-from .registry import Registry
+from .registry import Choice, Registry
 from .symmetric import SymmetricHeap, SymmetricMemory
+from .targets import pin, refusal
 
 __all__ = [
+    "Choice",
+    "Lease",
+    "LeaseInfo",
+    "Leases",
     "Location",
     "Registration",
     "Registry",
     "Rule",
     "SymmetricHeap",
     "SymmetricMemory",
+    "pin",
+    "refusal",
 ]

@@ -31,7 +31,7 @@ from ..memory.pool import UNIT, abandon
 from ..memory.pooled import NoMemory, PooledMemory, hand_over
 from .agreed import News
 from .allocator import SymmetricAllocator, SymmetricBlock
-from .registry import Registry
+from .registry import Choice, Registry
 
 __all__ = ["SymmetricHeap", "SymmetricMemory"]
 
@@ -209,15 +209,15 @@ class SymmetricHeap:
         with ExitStack() as undo:
             made: list[PooledMemory] = []
 
-            def choose() -> tuple[list[Segment], None]:
+            def choose() -> Choice:
                 block = self._pool.allocate(self._home, wanted)
                 memory: PooledMemory = hand_over(block, self._pool.device).mem
                 undo.callback(self._pool.supply.release_free)
                 undo.callback(memory.free)
                 made.append(memory)
-                return [memory.segment], None
+                return Choice([memory.segment], self)
 
-            self._registry.agree(f"{call}: grow", choose, self, _check_symmetric)
+            self._registry.agree(f"{call}: grow", choose, _check_symmetric)
             undo.pop_all()
         offset = made[0].segment.offset
         self._backing[offset] = made[0]
