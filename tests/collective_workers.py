@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +43,7 @@ def run(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> l
         try:
             return body(comms[rank])
         except BaseException:
-            comms[rank].close()  # so that the others do not wait for this one
+            comms[rank].close(force=True)  # so that the others do not wait for this one
             raise
 
     outcomes = workers.in_threads(len(comms), guarded)
@@ -54,6 +56,14 @@ def attempt(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) 
     return workers.in_threads(len(comms), lambda rank: body(comms[rank]))
 
 
+def collected(condition: Callable[[], Any]) -> None:
+    """Collect garbage until a condition holds; beside another thread that does, once is nothing."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        gc.collect()
+
+
 @contextlib.contextmanager
 def communicators(n: int, **options: Any) -> Iterator[list[Communicator]]:
     """``n`` ranks in threads, on a host driver with small granules."""
@@ -64,7 +74,7 @@ def communicators(n: int, **options: Any) -> Iterator[list[Communicator]]:
         yield comms
     finally:
         for each in comms:
-            each.close()
+            each.close(force=True)
 
 
 class Buffers(NamedTuple):

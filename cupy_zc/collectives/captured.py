@@ -11,8 +11,8 @@ Point-to-point calls are recorded without a word to the peers, who may do theirs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..driver.api import Driver
@@ -25,17 +25,35 @@ from .call import Call, describe
 from .checks import Checker
 from .dtypes import DTYPES
 from .engine import Engine
+from .plan import Operation
 from .point_to_point import Letter
 
-__all__ = ["Recorder"]
+__all__ = ["Counts", "Recorder"]
 
 #: The agreed point, on all ranks.
 TAG = "a call in a capture"
 #: What a rank says of the data of a call: it is not copied, it is, it would be and must not.
 _ZERO_COPY, _STAGED, _REFUSED = range(3)
 #: Items of a call's word that must be equal: number in the capture, operation, dtype, reduction,
-#: root, count, order. Behind them: what becomes of the data, and the places of the arrays.
-_EQUAL = 7
+#: root, count, order. Behind them: what becomes of the data, how many eager calls came before, and
+#: the places of the arrays. The word of a rank that is in an eager call is what it calls, and
+#: whether that counts for registration.
+_EQUAL, _EAGER = 7, 2
+_FATE, _AFTER = _EQUAL, _EQUAL + 1
+
+
+class Counts:
+    """How many eager collectives a communicator has enqueued."""
+
+    def __init__(self) -> None:
+        self.eager = 0
+        #: Those that count for registration.
+        self.numbered = 0
+
+    def add(self, numbered: bool) -> None:
+        """One more."""
+        self.eager += 1
+        self.numbered += numbered
 
 
 class Recorder:
@@ -46,17 +64,26 @@ class Recorder:
         driver: Knows captures.
         registry: Has the leases.
         engine: Records.
+        counts: Of the eager calls.
         strict: Whether to refuse calls that copy.
     """
 
     def __init__(
-        self, checker: Checker, driver: Driver, registry: Registry, engine: Engine, *, strict: bool
+        self,
+        checker: Checker,
+        driver: Driver,
+        registry: Registry,
+        engine: Engine,
+        counts: Counts,
+        *,
+        strict: bool,
     ) -> None:
         self._checker = checker
         self._driver = driver
         self._registry = registry
         self._engine = engine
         self._strict = strict
+        self._counts = counts
 
     def record(self, work: Call | Letter, stream: Any) -> None:
         """Record a call on a stream that is capturing. Collective for a collective.
@@ -105,6 +132,9 @@ class Recorder:
             yield bid
         except BaseException as error:
             bid.take_back()
+            if bid.interrupted is not None:
+                self._counts.add(bid.interrupted)  # the peers' call, which is none here
+                self._engine.decline()
             if isinstance(error, MismatchError):
                 raise MismatchError(
                     f"{self._checker.name(str(work).rpartition('.')[2])} in a capture: {error}; "
@@ -124,7 +154,36 @@ class Recorder:
             bid.held += fresh
             return Choice(fresh, holder=bid.lease, call=self._word(call, bid.lease, arrays))
 
-        return self._registry.agree(TAG, choose, _compare)
+        def check(said: Mapping[int, News]) -> None:
+            eager = [news.call for news in said.values() if len(news.call) == _EAGER]
+            if eager:
+                bid.interrupted = eager[0][-1]
+            _compare(said)
+
+        return self._registry.agree(TAG, choose, check)
+
+    def answer(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """Tell ranks that wait in :meth:`record` for this one, which is in an eager call.
+
+        A rank that has enqueued that call too is not told: its turn will come.
+
+        Args:
+            awaited: The ranks that the eager call waits for.
+            number: Of that call, from 1.
+            call: What it is.
+        """
+        waiting = self._registry.channel.waiting(TAG)
+        words = [News.from_bytes(said).call for rank, said in waiting.items() if rank in awaited]
+        if any(len(word) > _AFTER and word[_AFTER] < number for word in words):
+            word = (
+                describe(
+                    call.operation, DTYPES[call.code], call.reduction, call.root, call.columns,
+                    call.fortran,
+                ),
+                call.operation is not Operation.BARRIER,
+            )  # fmt: skip
+            with suppress(MismatchError):  # which the eager call raises by itself
+                self._registry.agree(TAG, lambda: Choice(call=word), _compare)
 
     def _word(self, call: Call, lease: Lease, arrays: Sequence[Any]) -> tuple[Any, ...]:
         places = []
@@ -134,7 +193,7 @@ class Recorder:
             places.append((arena, offset, generation, array.nbytes))
         return (
             lease.collectives + 1, call.operation, call.code, call.reduction, call.root,
-            call.columns, call.fortran, self._fate(call), places,
+            call.columns, call.fortran, self._fate(call), self._counts.eager, places,
         )  # fmt: skip
 
     def _segments(self, arrays: Sequence[Any]) -> list[Segment]:
@@ -149,10 +208,10 @@ class Recorder:
 
     def _staging(self, call: Call, said: Mapping[int, News]) -> bool:
         """Whether any rank stages, now that everything is registered."""
-        fates = {rank: news.call[_EQUAL] for rank, news in said.items()}
+        fates = {rank: news.call[_FATE] for rank, news in said.items()}
         if any(news.offers for news in said.values()):
             channel = self._registry.channel
-            now = channel.all_gather(bytes([self._fate(call)]), tag=TAG)
+            now = channel.all_gather(bytes([self._fate(call)]), tag=f"{TAG}: data")
             fates = {rank: one[0] for rank, one in zip(channel.ranks, now, strict=True)}
         refusing = [rank for rank, fate in fates.items() if fate == _REFUSED]
         name = self._checker.name(call.operation.call)
@@ -181,6 +240,8 @@ class _Bid:
         self.lease: Lease
         #: Segments that the lease did not hold before.
         self.held: list[Segment] = []
+        #: Where a peer waits in an eager call: whether that has a number.
+        self.interrupted: bool | None = None
         self._driver = driver
         self._registry = registry
         self._stream = stream
@@ -216,9 +277,13 @@ def _compare(said: Mapping[int, News]) -> None:
     """Raise on all ranks where not all capture the same."""
     calls = {rank: tuple(news.call[:_EQUAL]) for rank, news in said.items()}
     if len(set(calls.values())) > 1:
-        shown = {
-            rank: f"{describe(kind, DTYPES[code], reduction, root, count, fortran)} as call "
-            f"{number} of its graph"
-            for rank, (number, kind, code, reduction, root, count, fortran) in calls.items()
-        }
+        shown = {rank: _show(*call) for rank, call in calls.items()}
         raise MismatchError(f"the ranks do not capture the same call: {sides(shown, 'is at')}")
+
+
+def _show(first: Any, *rest: int) -> str:
+    if len(rest) < _EAGER:
+        return f"{first}, which it does not capture"
+    kind, code, reduction, root, count, fortran = rest
+    call = describe(kind, DTYPES[code], reduction, root, count, fortran)
+    return f"{call} as call {first} of its graph"

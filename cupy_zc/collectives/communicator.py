@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ class Communicator(Calls):
         stack.callback(self._heap.close)
         self._engine: Engine = HostEngine(
             self._registry, self._heap, self._letters, self._checker,
-            self._departed, self._part, self._timeout,
+            self._departed, self._part, self._interrupted, self._timeout,
         )  # fmt: skip
         stack.callback(self._engine.close)
         #: Which engine it uses.
@@ -358,6 +358,10 @@ class Communicator(Calls):
         if self._talk.closed:
             return tuple(rank for rank in range(self.size) if rank != self.rank)
         return self._talk.gone()
+
+    def _interrupted(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """An eager call waits for ranks that may be capturing instead."""
+        self._line.answer_captures(awaited, number, call)
 
     def _part(self) -> None:
         """Let the peers know that this rank makes no further calls."""

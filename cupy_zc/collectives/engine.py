@@ -51,6 +51,14 @@ class Engine(Protocol):
         """
         ...
 
+    def decline(self) -> None:
+        """This rank captures, and peers have told it that they wait for it in an eager call.
+
+        They and this rank get a MismatchError and are in step again. Peers tell only where an
+        engine asks for it (see ``Communicator``); the others need not do anything here.
+        """
+        ...
+
     def open_lane(self) -> int:
         """A lane for a graph, not 0. Collective: the ranks are at the same captured call.
 

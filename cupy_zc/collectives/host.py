@@ -11,7 +11,6 @@ change.
 from __future__ import annotations
 
 import functools
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -21,14 +20,14 @@ import numpy as np
 
 from ..errors import ClosedError, Error, MismatchError
 from ..group import Channel
-from ..group.naming import name_ranks, sides
+from ..group.naming import name_ranks
 from ..registration import Registry, SymmetricHeap
 from . import plan as planning
-from .call import Call, Transfer, describe
+from .call import Call, Transfer
 from .checks import Checker, overlap
-from .dtypes import DTYPES
 from .engine import Place
 from .host_lane import HostLane, replayed_after_close
+from .host_words import CAPTURES, compare, write
 from .memory import matrix
 from .plan import ROLES, Capabilities, Operation, plan
 from .point_to_point import Letter, Post
@@ -36,12 +35,6 @@ from .reductions import Array
 from .rounds import NONE, OWN, STAGED, Reach, Where, do_share
 
 __all__ = ["HostEngine"]
-
-#: What must be equal: call number, operation, dtype, reduction, order, root, count.
-_PRINT = struct.Struct("<QBBBBiq")
-#: Arena and offset of input and output.
-_PLACES = struct.Struct("<iqiq")
-_WORD = struct.Struct(_PRINT.format + _PLACES.format[1:])
 
 
 class _Recorded(NamedTuple):
@@ -57,6 +50,10 @@ class _Recorded(NamedTuple):
     lane: HostLane
     #: Which call of its graph it is, from 1.
     number: int
+
+
+def _wait_on(awaited: Collection[int]) -> None:
+    """What a replay does in a long wait."""
 
 
 _ABSENT = Place(NONE, 0, "", None)
@@ -75,6 +72,8 @@ class HostEngine:
         checker: The names of calls, for errors.
         departed: Gives the ranks that have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
+        interrupted: Asked in a long wait whether peers capture instead: the ranks that are waited
+            for, the number of the eager call, and what it is.
         timeout: Seconds to wait for a peer.
     """
 
@@ -88,6 +87,7 @@ class HostEngine:
         checker: Checker,
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
+        interrupted: Callable[[Collection[int], int, Call], None],
         timeout: float,
     ) -> None:
         self.rank = registry.channel.rank
@@ -96,8 +96,13 @@ class HostEngine:
         self._registry = registry
         self._abandon = abandon
         self._timeout = timeout
-        self._make_lane = functools.partial(HostLane, registry, heap, departed, timeout)
-        self._eager = self._make_lane()
+        self._interrupted = interrupted
+        #: The eager call under way, or the last one.
+        self._doing: Call | None = None
+        self._make_lane = functools.partial(
+            HostLane, registry, heap, departed, linger=_wait_on, timeout=timeout
+        )
+        self._eager = self._make_lane(linger=self._linger)
         self._eager.make_room(planning.SCRATCH_BYTES, planning.SCRATCH_BYTES)
         #: Those of graphs, by number.
         self._lanes: dict[int, HostLane] = {}
@@ -223,6 +228,21 @@ class HostEngine:
         else:
             stream.enqueue(functools.partial(self.run, work))
 
+    def decline(self) -> None:
+        """Tell peers that wait in an eager call that this rank captures. Collective with them.
+
+        Raises:
+            MismatchError: always; on them as well.
+        """
+        capturing = Call(
+            Operation.BARRIER, np.dtype(bool), CAPTURES, 0, 0, 0, 0, None, None, False, ""
+        )
+        self.run(capturing)
+
+    def _linger(self, awaited: Collection[int]) -> None:
+        if self._doing is not None:
+            self._interrupted(awaited, self._eager.number, self._doing)
+
     def close(self) -> None:
         """Nothing: all memory is the heap's."""
 
@@ -342,27 +362,11 @@ class HostEngine:
     def _negotiate(self, call: Call, lane: HostLane, source: Place, target: Place) -> list[Where]:
         """Meet, and learn what everybody calls and where everybody's arrays are."""
         lane.number += 1
-        parity = lane.number & 1
-        lane.control.write(
-            parity, _WORD, lane.number, call.operation, call.code, call.reduction, call.fortran,
-            call.root, call.columns, source.arena, source.offset, target.arena, target.offset,
-        )  # fmt: skip
+        if lane is self._eager:
+            self._doing = call
+        write(lane.control, lane.number, call, source, target)
         lane.control.meet(str(call))
-        words = lane.control.read(parity, _WORD.size)
-        mine = words[self.rank][: _PRINT.size]
-        if any(word[: _PRINT.size] != mine for word in words):
-            raise self._mismatch([_PRINT.unpack(word[: _PRINT.size]) for word in words])
-        return [Where(*_PLACES.unpack(word[_PRINT.size :])) for word in words]
-
-    def _mismatch(self, prints: list[tuple[int, ...]]) -> MismatchError:
-        calls = {
-            peer: describe(operation, DTYPES[code], reduction, root, count, fortran)
-            for peer, (_, operation, code, reduction, fortran, root, count) in enumerate(prints)
-        }
-        return MismatchError(
-            f"the ranks do not make the same call: {sides(calls, 'is at')}; nothing was written, "
-            "and all ranks can go on with the next call"
-        )
+        return compare(lane.control, lane.number, self.rank)
 
     def _report(
         self,

@@ -39,6 +39,7 @@ class HostLane:
         registry: Where the memory of all ranks is.
         heap: Gives the memory, at one offset on all ranks.
         departed: Gives the ranks that have died or closed.
+        linger: Told of the ranks that are waited for, now and then in a long wait.
         timeout: Seconds to wait for a peer, and for another thread inside a call.
 
     Raises:
@@ -50,6 +51,7 @@ class HostLane:
         registry: Registry,
         heap: SymmetricHeap,
         departed: Callable[[], Collection[int]],
+        linger: Callable[[Collection[int]], None],
         timeout: float,
     ) -> None:
         self._registry = registry
@@ -59,7 +61,7 @@ class HostLane:
         rank, size = registry.channel.rank, registry.channel.size
         #: Bytes that it has on this rank.
         self.nbytes = Control.size(size)
-        self.control = Control(rank, self._reserve(self.nbytes), departed, timeout)
+        self.control = Control(rank, self._reserve(self.nbytes), departed, linger, timeout)
         vote(registry.channel, "set up a lane")  # nobody posts a semaphore that is not set up yet
         #: Of the calls on it; in step on all ranks.
         self.number = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..driver.api import Driver
 from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
 from ..registration import Registry
 from .call import BARRIER, Call
-from .captured import Recorder
+from .captured import Counts, Recorder
 from .checks import Checker
 from .engine import Engine
 from .point_to_point import Letter
@@ -58,10 +58,10 @@ class Line:
         self._automatic = automatic
         self._threads = threads
         self._strict = strict
-        self._recorder = Recorder(checker, driver, registry, engine, strict=strict)
+        self.counts = Counts()
+        self._recorder = Recorder(checker, driver, registry, engine, self.counts, strict=strict)
         self._timeout = timeout
         self._lock = threading.RLock()
-        self._number = 0
         self._own_stream: Any = None
         self._event: Any = None
 
@@ -80,9 +80,11 @@ class Line:
             return
         self._admit(call, work)
         self._registry.leases.glance()
-        if self._automatic and isinstance(work, Call) and work is not BARRIER:
-            self._registry.at_call(self._number + 1)
-            self._number += 1  # a call that ranks disagree on has no number
+        if isinstance(work, Call):
+            numbered = self._automatic and work is not BARRIER
+            if numbered:
+                self._registry.at_call(self.counts.numbered + 1)
+            self.counts.add(numbered)  # a call that ranks disagree on there has no number
         if self._event is not None and self.last_stream is not stream:
             stream.wait_event(self._event)
         self.last_stream = stream
@@ -90,6 +92,20 @@ class Line:
             self._engine.enqueue(work, stream)
         finally:
             self._event = self._driver.record_event(stream)
+
+    def answer_captures(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """Tell ranks that capture while this one waits for them in an eager call. In any thread.
+
+        Args:
+            awaited: The ranks waited for.
+            number: Of the eager call, from 1.
+            call: What it is.
+        """
+        if self._lock.acquire(blocking=False):  # else somebody is talking to the ranks already
+            try:
+                self._recorder.answer(awaited, number, call)
+            finally:
+                self._lock.release()
 
     def _admit(self, call: str, work: Call | Letter) -> None:
         """Note what is not registered, and refuse it where the user asked for that."""

@@ -92,7 +92,7 @@ class Lease:
         self._stream = weakref.ref(stream)
         self._segments: dict[Segment, None] = {}
         self._memory: dict[int, Any] = {}
-        self._arrays: dict[LeasedArray, None] = {}
+        self._arrays: dict[tuple[int, int, int, Any], None] = {}
 
     @property
     def released(self) -> bool:
@@ -127,7 +127,8 @@ class Lease:
             arena, offset, registered, _, _ = self._registry.locate(array)
             if not registered:
                 arena, offset = -1, 0
-            self._arrays[LeasedArray(arena, offset, array.nbytes, array.dtype.name)] = None
+            # A name of a dtype is slow to get: it is made when somebody looks.
+            self._arrays[arena, offset, array.nbytes, array.dtype] = None
 
     def take_lane(self, lane: int, close: Callable[[int], None]) -> None:
         """Own a lane of an engine; ``close`` gives it back."""
@@ -157,7 +158,10 @@ class Lease:
         """What it holds now."""
         return LeaseInfo(
             self.graph,
-            tuple(self._arrays),
+            tuple(
+                LeasedArray(arena, offset, nbytes, dtype.name)
+                for arena, offset, nbytes, dtype in self._arrays
+            ),
             sum(segment.size for segment in self._segments),
             self.lane,
             0 if self.lane is None else lane_bytes(self.lane),
