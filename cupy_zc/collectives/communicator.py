@@ -306,9 +306,9 @@ class Communicator(Calls):
         with self._line.held("close"):
             if self._line.closed:
                 return
-            if live := self._registry.leases.lasting():
-                if not force:
-                    raise LiveGraphsError(self._checker.name("close"), live)
+            if not force and (graphs := self._registry.leases.lasting()):
+                raise LiveGraphsError(self._checker.name("close"), graphs)
+            if self._registry.leases.live():
                 self._engine.invalidate()
             self._line.closed = True
             _open.discard(self)

@@ -92,7 +92,8 @@ class Lease:
         self._stream = weakref.ref(stream)
         self._segments: dict[Segment, None] = {}
         self._memory: dict[int, Any] = {}
-        self._arrays: dict[tuple[int, int, int, Any], None] = {}
+        #: By address, bytes and dtype: arena and offset.
+        self._arrays: dict[tuple[int, int, Any], tuple[int, int]] = {}
 
     @property
     def released(self) -> bool:
@@ -127,8 +128,7 @@ class Lease:
             arena, offset, registered, _, _ = self._registry.locate(array)
             if not registered:
                 arena, offset = -1, 0
-            # A name of a dtype is slow to get: it is made when somebody looks.
-            self._arrays[arena, offset, array.nbytes, array.dtype] = None
+            self._arrays[array.data.ptr, array.nbytes, array.dtype] = (arena, offset)
 
     def take_lane(self, lane: int, close: Callable[[int], None]) -> None:
         """Own a lane of an engine; ``close`` gives it back."""
@@ -160,7 +160,7 @@ class Lease:
             self.graph,
             tuple(
                 LeasedArray(arena, offset, nbytes, dtype.name)
-                for arena, offset, nbytes, dtype in self._arrays
+                for (_, nbytes, dtype), (arena, offset) in self._arrays.items()
             ),
             sum(segment.size for segment in self._segments),
             self.lane,
