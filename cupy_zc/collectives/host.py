@@ -97,7 +97,7 @@ class HostEngine:
         self._abandon = abandon
         self._timeout = timeout
         self._interrupted = interrupted
-        #: The eager call under way, or the last one.
+        #: The eager call under way.
         self._doing: Call | None = None
         self._make_lane = functools.partial(
             HostLane, registry, heap, departed, linger=_wait_on, timeout=timeout
@@ -299,11 +299,16 @@ class HostEngine:
         with self._eager.entered(call):
             self.check(call)
             given, taken = call.input, call.output
-            with self.in_step():
-                self._run(
-                    call, self._eager, *self._two_places(call),
-                    0 if given is None else given.data.ptr, 0 if taken is None else taken.data.ptr,
-                )  # fmt: skip
+            self._doing = call
+            try:
+                with self.in_step():
+                    self._run(
+                        call, self._eager, *self._two_places(call),
+                        0 if given is None else given.data.ptr,
+                        0 if taken is None else taken.data.ptr,
+                    )  # fmt: skip
+            finally:
+                self._doing = None  # it has the arrays
 
     def _replay(self, recorded: _Recorded) -> None:
         """Carry out a captured call once. Collective. Errors: as :meth:`run`."""
@@ -362,8 +367,6 @@ class HostEngine:
     def _negotiate(self, call: Call, lane: HostLane, source: Place, target: Place) -> list[Where]:
         """Meet, and learn what everybody calls and where everybody's arrays are."""
         lane.number += 1
-        if lane is self._eager:
-            self._doing = call
         write(lane.control, lane.number, call, source, target)
         lane.control.meet(str(call))
         return compare(lane.control, lane.number, self.rank)
