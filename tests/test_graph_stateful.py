@@ -37,6 +37,7 @@ class Thing:
     """An array on all ranks: what they hold, what should be in it, and which bytes it is."""
 
     count: int
+    #: Empty once it was dropped: the model must keep no memory.
     arrays: list[Any]
     values: list[np.ndarray[Any, Any]]
     spans: list[tuple[int, int]]
@@ -131,7 +132,7 @@ class Graphs(RuleBasedStateMachine):
     @rule(which=PICK)
     def drop_array(self, which: int) -> None:
         if self.things:
-            del self.things[which % len(self.things)]
+            self.things.pop(which % len(self.things)).arrays.clear()
 
     @rule(rank=st.integers(0, RANKS - 1), count=COUNTS, keep=st.booleans())
     def another_history(self, rank: int, count: int, keep: bool) -> None:
@@ -269,6 +270,8 @@ class Graphs(RuleBasedStateMachine):
             for stream, fork in zip(program.streams, program.forks, strict=True):
                 stream.wait_event(fork.record())
         program.graphs = [[stream.end_capture()] for stream in program.streams]
+        for thing in program.temporaries:
+            thing.arrays.clear()
         program.temporaries.clear()
         self.programs.append(program)
 
