@@ -103,15 +103,12 @@ class Graphs(RuleBasedStateMachine):
                 taken += [thing.spans[rank] for thing in program.temporaries]
         return taken
 
-    def make(self, count: int, capture: Program | None) -> Thing:
+    def make(self, count: int, streams: list[Any], capture: Program | None) -> Thing:
         nbytes = 4 * count
 
         def body(comm: Communicator) -> Any:
-            pool = self.pools[comm.rank]
-            if capture is None:
-                return cupy.ndarray(count, "u4", pool.malloc(nbytes))
-            with capture.recording[comm.rank]:
-                return cupy.ndarray(count, "u4", pool.malloc(nbytes))
+            with streams[comm.rank]:
+                return cupy.ndarray(count, "u4", self.pools[comm.rank].malloc(nbytes))
 
         arrays = self.fine(body)
         spans = [(array.data.ptr, array.data.ptr + nbytes) for array in arrays]
@@ -121,9 +118,14 @@ class Graphs(RuleBasedStateMachine):
 
     # Eager
 
-    @rule(count=COUNTS)
-    def allocate(self, count: int) -> None:
-        thing, value = self.make(count, None), self.next_fill()
+    @rule(count=COUNTS, where=PICK)
+    def allocate(self, count: int, where: int) -> None:
+        """On the null stream, or on one that captured a graph, where its temporaries came from."""
+        streams = [[self.driver.current_stream()] * RANKS]
+        streams += [each for program in self.programs for each in (program.streams, program.forks)]
+        streams = [each for each in streams if each]
+        thing = self.make(count, streams[where % len(streams)], None)
+        value = self.next_fill()
         for rank, array in enumerate(thing.arrays):
             cupy_zc.copyto(array, value + rank)
             thing.values[rank][:] = value + rank
@@ -197,7 +199,7 @@ class Graphs(RuleBasedStateMachine):
     def temporary(self, count: int) -> None:
         program = self.open
         assert program is not None
-        thing, value = self.make(count, program), self.next_fill()
+        thing, value = self.make(count, program.recording, program), self.next_fill()
         for rank, stream in enumerate(program.recording):
             address = thing.spans[rank][0]
             stream.enqueue(functools.partial(ctypes.memset, address, value, 4 * count))
