@@ -298,7 +298,8 @@ class Communicator(Calls):
                 waited for; those that come later do nothing, and raise ClosedError.
 
         Raises:
-            LiveGraphsError: there are such graphs; the communicator can still be used.
+            LiveGraphsError: there are such graphs; the communicator can still be used. One that
+                cannot since a call failed is closed.
             DriverError: the first thing that went wrong; everything else was done all the same.
         """
         if os.getpid() != self._line.owner:  # a forked child, where a lock may be held for ever
@@ -306,7 +307,8 @@ class Communicator(Calls):
         with self._line.held("close"):
             if self._line.closed:
                 return
-            if not force and (graphs := self._registry.leases.lasting()):
+            over = self._talk.closed  # since a call failed; then replays fail anyway
+            if not (force or over) and (graphs := self._registry.leases.lasting()):
                 raise LiveGraphsError(self._checker.name("close"), graphs)
             if self._registry.leases.live():
                 self._engine.invalidate()
