@@ -32,7 +32,7 @@ from .errors import (
     PeerTimeoutError,
 )
 from .memory import MemoryPool, install, uninstall
-from .streams import Stream
+from .streams import Stream, enqueue
 
 __all__ = [
     "AgreementError",
@@ -53,6 +53,7 @@ __all__ = [
     "asnumpy",
     "config",
     "copyto",
+    "enqueue",
     "init_process_group",
     "install",
     "uninstall",
