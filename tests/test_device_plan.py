@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_zc import kernels
-from cupy_zc.collectives import device_lane
+from cupy_zc.collectives import device_args, device_lane
 from cupy_zc.collectives.call import Call
 from cupy_zc.collectives.device_args import Args, Record, Sizes, described, fingerprint
 from cupy_zc.collectives.device_plan import (
@@ -108,13 +108,13 @@ def test_a_lane_has_the_bytes_that_the_kernels_count(
 
 
 def test_the_parts_of_a_lane_that_the_host_reads_are_where_kernels_put_them() -> None:
-    pads = 2 * device_lane.MAX_RANKS * device_lane.WORD_BYTES
+    pads = 2 * device_args.MAX_RANKS * device_lane.WORD_BYTES
     text = kernels.source("types.cuh")
     blocks = int(re.search(r"MAX_BLOCKS = (\d+);", text)[1])  # type: ignore[index]
-    assert f"MAX_RANKS = {device_lane.MAX_RANKS};" in text
+    assert f"MAX_RANKS = {device_args.MAX_RANKS};" in text
     assert f"WORD_BYTES = {device_lane.WORD_BYTES};" in text
     # The pads of the barriers, and as many of the rings.
-    assert pads + 2 * device_lane.MAX_RANKS * blocks * 8 == device_lane.STATE
+    assert pads + 2 * device_args.MAX_RANKS * blocks * 8 == device_lane.STATE
     assert f"TICKET_BITS = {device_lane.TICKET_BITS};" in kernels.source("wait.cuh")
 
 

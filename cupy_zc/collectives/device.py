@@ -188,24 +188,63 @@ class DeviceEngine:
     def _plan(self, call: Call) -> Launch:
         return device_plan(call.operation, call.columns, call.dtype.itemsize, self._machine)
 
+    # Lanes of graphs
+
+    def open_lane(self) -> int:
+        """A lane for a graph. Collective."""
+        number = self._registry.lanes.take()
+        if number not in self._lanes:
+            try:
+                self._open_lane(number)
+            except BaseException:
+                self._registry.lanes.give_up(number)
+                raise
+        return number
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Nothing: every lane is as large as that of eager calls, for a replay is as quick."""
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane on this rank."""
+        return self._lanes[lane].size
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self._registry.lanes.drop(lane)
+
+    def decline(self) -> None:
+        """Nothing: kernels of peers that wait find it out by themselves, at their deadline."""
+
+    def invalidate(self) -> None:
+        """Make replays of all graphs do nothing from now on. Waits for those under way."""
+        self._driver.synchronize(self._device)
+        with self._side:
+            for number, lane in self._lanes.items():
+                if number:
+                    lane.shut()
+
     # A call
 
-    def enqueue(self, work: Call | Letter, stream: Any) -> None:
-        """Launch a call."""
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
+        """Launch a call, or record its launch."""
         self._repeat = None
-        if self._driver.current_device() == self._device:
-            self._enqueue(work, stream, 0)
-        else:
-            with self._driver.use_device(self._device):
-                self._enqueue(work, stream, 0)
-
-    def _enqueue(self, call: Call | Letter, stream: Any, lane: int) -> None:
-        if isinstance(call, Letter):
-            transfer, made = self._mail.enqueue(call, stream)
-            self.done = done = Done(None, 0, None, transfer, stream, None)
-            if made is not None:
-                self._repeat = RepeatedLetter(self, made, done)
+        if isinstance(work, Letter):
+            self._deliver(work, stream)
             return
+        try:
+            self._enqueue(work, stream, lane)
+        except BaseException as error:
+            if not lane:  # the peers make this call, and wait for this rank
+                self.fail(error)
+            raise
+
+    def _deliver(self, letter: Letter, stream: Any) -> None:
+        transfer, made = self._mail.enqueue(letter, stream)
+        self.done = done = Done(None, 0, None, transfer, stream, None)
+        if made is not None:
+            self._repeat = RepeatedLetter(self, made, done)
+
+    def _enqueue(self, call: Call, stream: Any, lane: int) -> None:
         source, target = call.input, self._output(call)
         if call.clash:
             with stream:

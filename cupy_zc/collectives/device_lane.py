@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from ..driver.cuda import CudaDriver
 from ..errors import Error
 from ..registration import Registry, SymmetricHeap
-from .device_args import STAGED, Args, Record, Sizes
+from .device_args import MAX_RANKS, STAGED, Args, Record, Sizes
 
 __all__ = ["DeviceLane", "Records"]
 
 #: What types.cuh says of the fixed part of a lane.
-MAX_RANKS, WORD_BYTES, STATE = 8, 64, 33792
+WORD_BYTES, STATE = 64, 33792
 TICKET_BITS = 16
+FAILURE = STATE + 64
 
 
 class Records:
@@ -28,6 +29,8 @@ class Records:
     #: A record has a cache line of its own.
     BYTES = 64
     COUNT = 1024
+    #: The last one of a lane. The one behind it is that of mail.
+    LAST = COUNT - 2
 
     def __init__(self, driver: CudaDriver) -> None:
         self._memory = driver.mapped_memory(self.BYTES * self.COUNT)
@@ -39,10 +42,10 @@ class Records:
         Raises:
             Error: there are too many lanes.
         """
-        if lane >= self.COUNT:
+        if lane > self.LAST:
             raise Error(
-                f"a communicator has {self.COUNT} lanes at most, one for each live graph; drop "
-                "some of them"
+                f"a communicator has {self.LAST} lanes at most, one for each live graph; drop some "
+                "graphs"
             )
         record = Record.from_address(self.address + lane * self.BYTES)
         ctypes.memset(ctypes.addressof(record), 0, self.BYTES)
@@ -79,7 +82,9 @@ class DeviceLane:
         self.rank = registry.channel.rank
         self.size = sizes.lane_bytes(ranks)
         self.record = records.of(number)
-        offset = heap.reserve_private(self.size)
+        #: Kept for as long as a graph may read it, closed communicator or not.
+        self.memory = heap.reserve(self.size)
+        offset = heap.offset(self.memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
         self._driver = registry.driver
         self._template = Args(
@@ -93,6 +98,14 @@ class DeviceLane:
     def args(self) -> Args:
         """Arguments with all that is the lane's; the rest is zero."""
         return Args.from_buffer_copy(self._template)
+
+    def shut(self) -> None:
+        """Make every kernel on it return at once, from now on: the graph outlives the communicator.
+
+        The number of a failed call that no call will ever have.
+        """
+        own = self.addresses[self.rank]
+        self._driver.write(own + FAILURE, (1 << 63).to_bytes(8, "little"))
 
     def staging(self, reach: int) -> list[tuple[bool, bool]]:
         """Whether input and output of each rank were staged in the last call, as peers said.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..driver.api import Driver
-from ..errors import ClosedError, Error, InvalidValueError
+from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
 from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
+from .captured import Counts, Recorder
 from .checks import Checker
 from .engine import Engine, Repeat
 from .plan import Operation
@@ -34,6 +35,7 @@ class Line:
         engine: Knows whether the ranks are in step.
         automatic: Whether calls are numbered at all.
         threads: Whether the ranks are threads, which must not use the null stream.
+        strict: Whether to refuse calls that copy.
         timeout: Seconds that another thread may be inside a call.
     """
 
@@ -46,6 +48,7 @@ class Line:
         *,
         automatic: bool,
         threads: bool,
+        strict: bool,
         timeout: float,
     ) -> None:
         self.closed = False
@@ -59,9 +62,11 @@ class Line:
         self._engine = engine
         self._automatic = automatic
         self._threads = threads
+        self._strict = strict
+        self.counts = Counts()
+        self._recorder = Recorder(checker, driver, registry, engine, self.counts, strict=strict)
         self._timeout = timeout
         self._lock = threading.RLock()
-        self._number = 0
         self._current_stream = driver.current_stream
         self._current_device = driver.current_device
         #: How calls were made: input, output, and what makes them again.
@@ -76,16 +81,20 @@ class Line:
         Args:
             call: For errors.
             work: The call. Collectives count for registration at agreed call numbers, but for
-                barriers.
+                barriers and what is captured.
             stream: Where; None for the current stream.
         """
         stream = self.stream(call, stream)
         if self.capturing(stream):
-            self._engine.enqueue(work, stream)
+            self._recorder.record(work, stream)
             return
-        if self._automatic and isinstance(work, Call) and work is not BARRIER:
-            self._registry.at_call(self._number + 1)
-            self._number += 1  # a call that ranks disagree on has no number
+        self._admit(call, work)
+        self._registry.leases.glance()
+        if isinstance(work, Call):
+            numbered = self._automatic and work is not BARRIER
+            if numbered:
+                self._registry.at_call(self.counts.numbered + 1)
+            self.counts.add(numbered)  # a call that ranks disagree on there has no number
         self._follow(stream)
         try:
             self._engine.enqueue(work, stream)
@@ -133,8 +142,8 @@ class Line:
         if not self._lock.acquire(False):
             return False
         try:
-            numbered = self._automatic and type(key[0]) is Operation
-            number = self._number + 1
+            collective = type(key[0]) is Operation
+            numbered = self._automatic and collective
             last = self.last_stream
             current = self._current_stream() if stream is None else stream
             if (
@@ -143,14 +152,14 @@ class Line:
                 or self._event is not None
                 or self._current_device() != self._registry.device
                 or self.capturing(last)
-                or (numbered and is_agreed(number))
+                or (numbered and is_agreed(self.counts.numbered + 1))
                 or self.closed
                 or os.getpid() != self.owner
                 or not kept[2].launch(last)
             ):
                 return False
-            if numbered:
-                self._number = number
+            if collective:
+                self.counts.add(numbered)
             return True
         finally:
             self._lock.release()
@@ -178,6 +187,33 @@ class Line:
         """
         if self._driver.name == "cuda":
             stream.synchronize()
+
+    def answer_captures(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """Tell ranks that capture while this one waits for them in an eager call. In any thread.
+
+        Args:
+            awaited: The ranks waited for.
+            number: Of the eager call, from 1.
+            call: What it is.
+        """
+        if self._lock.acquire(blocking=False):  # else somebody is talking to the ranks already
+            try:
+                self._recorder.answer(awaited, number, call)
+            finally:
+                self._lock.release()
+
+    def _admit(self, call: str, work: Call | Letter) -> None:
+        """Note what is not registered, and refuse it where the user asked for that."""
+        places = self._engine.places(work)
+        reasons = [place.reason for place in places if place.reason]
+        for place in places:
+            if place.segment is not None:
+                self._registry.touched(place.segment)
+        if reasons and self._strict:
+            raise NotZeroCopyError(
+                f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
+                "from empty() of the communicator; explain(array) says more"
+            )
 
     def stream(self, call: str, stream: Any) -> Any:
         """The stream that a caller means, None being the current one.

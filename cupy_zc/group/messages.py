@@ -24,13 +24,25 @@ from dataclasses import dataclass
 from ..errors import Error, MismatchError
 from .bootstrap import MAX_PAYLOAD
 
-__all__ = ["MAX_FDS", "MAX_TAG", "Inbound", "Kind", "Label", "Message", "Outbound", "closing"]
+__all__ = [
+    "MAX_FDS",
+    "MAX_TAG",
+    "Inbound",
+    "Kind",
+    "Label",
+    "Message",
+    "Outbound",
+    "closing",
+    "parse",
+]
 
 _HEADER = struct.Struct("!4sBQHQI")
 _MAGIC = b"CZC1"
 _GROUP = 253
 _FD = array.array("i").itemsize
 _CHUNK = 1 << 20
+#: Bytes of a payload that is sent in one piece with what comes before it.
+_SMALL = 1 << 14
 
 #: Most descriptors in a message, and most bytes of a tag.
 MAX_FDS = 1 << 14
@@ -86,9 +98,13 @@ class Outbound:
     def __init__(self, label: Label, payload: bytes, fds: Sequence[int]) -> None:
         tag = label.tag.encode()
         head = _HEADER.pack(_MAGIC, label.kind, label.step, len(tag), len(payload), len(fds)) + tag
-        pieces: list[tuple[bytes, Sequence[int]]] = [(head, ())]
-        pieces += [(b"\0", fds[at : at + _GROUP]) for at in range(0, len(fds), _GROUP)]
-        pieces.append((payload, ()))
+        pieces: list[tuple[bytes, Sequence[int]]]
+        if not fds and len(payload) <= _SMALL:  # each piece sent can wake the peer
+            pieces = [(head + payload, ())]
+        else:
+            pieces = [(head, ())]
+            pieces += [(b"\0", fds[at : at + _GROUP]) for at in range(0, len(fds), _GROUP)]
+            pieces.append((payload, ()))
         self._pieces = deque((memoryview(data), group) for data, group in pieces if data)
         #: Whether some, and not all, of it was sent: another message must not follow.
         self.torn = False
@@ -118,6 +134,20 @@ class Outbound:
                 self._pieces[0] = (data[sent:], ())
             self.torn = bool(self._pieces)
         return True
+
+
+def parse(data: bytes) -> tuple[Label, bytes] | None:
+    """The message without descriptors that ``data`` begins with; None where it is not all there."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, kind, step, tag_size, payload_size, fd_count = _HEADER.unpack_from(data)
+    start = _HEADER.size + tag_size
+    if magic != _MAGIC or kind not in Kind._value2member_map_ or fd_count:
+        return None
+    if len(data) < start + payload_size:
+        return None
+    label = Label(Kind(kind), step, data[_HEADER.size : start].decode(errors="replace"))
+    return label, data[start : start + payload_size]
 
 
 class Inbound:
