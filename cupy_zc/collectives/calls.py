@@ -59,8 +59,10 @@ class Calls(ABC):
         """
 
     @abstractmethod
-    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
-        """Enqueue a collective, and keep how it was done under a key of :meth:`_again`."""
+    def _collective(
+        self, call: Call, stream: Any, key: tuple[Any, ...], source: Any, target: Any
+    ) -> None:
+        """Enqueue a collective, and keep how it was done for :meth:`_again`."""
 
     @abstractmethod
     def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
@@ -81,7 +83,9 @@ class Calls(ABC):
         """
         key = (Operation.ALL_REDUCE, id(in_array), id(out_array), op)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_reduce(in_array, out_array, op), stream, key)
+            self._collective(
+                self._checker.all_reduce(in_array, out_array, op), stream, key, in_array, out_array
+            )
 
     def reduce(
         self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
@@ -97,7 +101,13 @@ class Calls(ABC):
         """
         key = (Operation.REDUCE, id(in_array), id(out_array), root, op)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.reduce(in_array, out_array, root, op), stream, key)
+            self._collective(
+                self._checker.reduce(in_array, out_array, root, op),
+                stream,
+                key,
+                in_array,
+                out_array,
+            )
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Copy the array of ``root`` to that of all other ranks.
@@ -109,7 +119,8 @@ class Calls(ABC):
         """
         key = (Operation.BROADCAST, id(in_out_array), root)
         if not self._again(key, in_out_array, in_out_array, stream):
-            self._collective(self._checker.broadcast(in_out_array, root), stream, key)
+            call = self._checker.broadcast(in_out_array, root)
+            self._collective(call, stream, key, in_out_array, in_out_array)
 
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
@@ -127,7 +138,7 @@ class Calls(ABC):
         key = (Operation.REDUCE_SCATTER, id(in_array), id(out_array), count, op)
         if not self._again(key, in_array, out_array, stream):
             call = self._checker.reduce_scatter(in_array, out_array, count, op)
-            self._collective(call, stream, key)
+            self._collective(call, stream, key, in_array, out_array)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
         """Give every rank the arrays of all ranks, one after the other.
@@ -140,7 +151,13 @@ class Calls(ABC):
         """
         key = (Operation.ALL_GATHER, id(in_array), id(out_array), count)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_gather(in_array, out_array, count), stream, key)
+            self._collective(
+                self._checker.all_gather(in_array, out_array, count),
+                stream,
+                key,
+                in_array,
+                out_array,
+            )
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give ``root`` the arrays of all ranks, one after the other.
@@ -154,7 +171,9 @@ class Calls(ABC):
         """
         key = (Operation.GATHER, id(in_array), id(out_array), root)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.gather(in_array, out_array, root), stream, key)
+            self._collective(
+                self._checker.gather(in_array, out_array, root), stream, key, in_array, out_array
+            )
 
     def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give each rank its row of the array of ``root``.
@@ -168,7 +187,9 @@ class Calls(ABC):
         """
         key = (Operation.SCATTER, id(in_array), id(out_array), root)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.scatter(in_array, out_array, root), stream, key)
+            self._collective(
+                self._checker.scatter(in_array, out_array, root), stream, key, in_array, out_array
+            )
 
     def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
         """Give each rank its row of the arrays of all ranks.
@@ -180,7 +201,9 @@ class Calls(ABC):
         """
         key = (Operation.ALL_TO_ALL, id(in_array), id(out_array))
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_to_all(in_array, out_array), stream, key)
+            self._collective(
+                self._checker.all_to_all(in_array, out_array), stream, key, in_array, out_array
+            )
 
     def send(self, array: Any, peer: int, stream: Any = None) -> None:
         """Send an array to one rank. It does not wait for the receiver, so it copies the array.

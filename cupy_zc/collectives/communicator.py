@@ -270,15 +270,18 @@ class Communicator(Calls):
                 name = self._checker.name("barrier")
                 raise Error(f"{name}: it waits for the ranks, which a capture cannot record")
             self._line.enqueue("barrier", BARRIER, stream)
-        stream.synchronize()
+        self._engine.wait(stream)
         self._engine.check("Communicator.barrier")
 
     def synchronize(self) -> None:
-        """Wait for all calls enqueued here; what went wrong in one is raised."""
+        """Wait for all calls enqueued here; what went wrong in one is raised.
+
+        A ``send`` is done, as far as this goes, when its array was copied.
+        """
         with self._line.turn("synchronize"):
-            stream = self._line.last_stream
-        if stream is not None:
-            stream.synchronize()
+            point = self._line.point
+        if point is not None:
+            self._engine.wait(point)
         self.check()
 
     def check(self) -> None:
@@ -314,15 +317,13 @@ class Communicator(Calls):
                 self._engine.invalidate()
             self._line.closed = True
             _open.discard(self)
-            stream = self._line.last_stream
             with ExitStack() as stack:
                 stack.callback(self._bootstrap.close)
                 stack.callback(self._heap.close)
                 stack.callback(self._engine.close)
                 stack.callback(self._registry.close)  # waits for the device, and with it for ...
                 stack.callback(self._part)  # ... ranks of the same device that wait for this one
-                if stream is not None and not self._line.capturing(stream):
-                    stream.synchronize()
+                self._line.wait()
 
     def stop(self) -> None:
         """:meth:`close`, by the name that ``cupyx.distributed`` has for it."""
@@ -348,23 +349,25 @@ class Communicator(Calls):
     def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
         return self._line.again(key, source, target, stream)
 
-    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
+    def _collective(
+        self, call: Call, stream: Any, key: tuple[Any, ...], source: Any, target: Any
+    ) -> None:
         with self._line.turn(call.operation.call):
             self._line.enqueue(call.operation.call, call, stream)
-            self._line.keep(key, call.input, call.output)
+            self._line.keep(key, source, target)
 
     def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
         with self._line.turn(letter.call):
             self._line.enqueue(letter.call, letter, stream)
-            given, taken = (part and part.array for part in (letter.given, letter.taken))
-            self._line.keep(key, given, taken)
+            arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
+            self._line.keep(key, arrays[0], arrays[-1])
 
     def _make_engine(self) -> Engine:
         if self._options.backend == "device":
             from .device import DeviceEngine  # needs what a machine without a GPU may lack
 
             return DeviceEngine(
-                self._registry, self._heap, self._checker, self._part, self._timeout
+                self._registry, self._heap, self._checker, self._departed, self._part, self._timeout
             )
         return HostEngine(
             self._registry, self._heap, self._letters, self._checker,

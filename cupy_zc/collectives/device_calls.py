@@ -19,7 +19,9 @@ class Owner(Protocol):
     """What a call that is made again asks of its engine."""
 
     done: Done | None
+    stream: Any
 
+    def fail(self, error: BaseException) -> BaseException: ...
     def unchanged(self, version: int) -> bool: ...
     def is_well(self) -> bool: ...
 
@@ -47,7 +49,6 @@ class Done(NamedTuple):
     plan: Launch | None
     #: As far as this rank knows.
     transfer: Transfer
-    stream: Any
     lane: DeviceLane | None
 
 
@@ -63,10 +64,11 @@ class RepeatedLetter:
 
     def launch(self, stream: Any) -> bool:
         """Make it, if nothing failed; False, and nothing done, where something did."""
-        if not self._engine.is_well():
+        engine = self._engine
+        if not (engine.is_well() and self._made.in_turn()):
             return False
         self._made(stream)
-        self._engine.done = self._done
+        engine.done, engine.stream = self._done, stream
         return True
 
 
@@ -94,9 +96,10 @@ class RepeatedCall:
             return False
         args, plan = shape.args, shape.plan
         args.input, args.output, args.input_location, args.output_location = self._values
-        launch(
-            shape.function, plan.blocks, 1, 1, plan.threads, 1, 1, 0, stream.ptr,
-            shape.parameters, 0,
-        )  # fmt: skip
-        engine.done = self._done
+        try:
+            launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
+        except BaseException as error:
+            engine.fail(error)  # the peers make this call, and wait for this rank
+            raise
+        engine.done, engine.stream = self._done, stream
         return True

@@ -9,7 +9,9 @@ pushes the copy in a stream of its own, one for each peer, so the order of messa
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -18,10 +20,10 @@ from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
 from ..errors import MismatchError
 from ..memory import MemoryPool
-from ..registration import Registry, SymmetricHeap
+from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
 from .checks import Checker, overlap
-from .device_args import mix, unmix
+from .device_args import mix, nanoseconds, unmix
 from .device_lane import Records
 from .dtypes import DTYPES
 from .point_to_point import Letter, Parcel
@@ -90,24 +92,24 @@ class MailLaunch(NamedTuple):
     #: Address of the array of addresses of parameters, and what keeps it.
     parameters: int
     keep: Any
+    #: Whether what was pushed to the same peer before has arrived.
+    in_turn: Callable[[], bool]
 
     def __call__(self, stream: Any) -> None:
         """Launch on a stream."""
-        launch(
-            self.function, self.blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr, self.parameters, 0
-        )  # fmt: skip
+        launch(self.function, self.blocks, THREADS, stream, self.parameters)
 
 
 class DeviceMail:
-    """The point-to-point calls of one rank; for one thread at a time. Collective to make.
+    """The point-to-point calls of one rank; for one thread at a time.
 
     Args:
         registry: Where the memory of peers is.
-        heap: Gives the area.
+        heap: Of the area.
+        area: Of ``sizes``, at one offset on all ranks, and zeroed before anybody calls.
         checker: The names of calls, for errors.
         sizes: Capacities, equal on all ranks.
         records: Where kernels say what went wrong.
-        record: Which of them is this one's.
         budget: Seconds that a kernel waits for a peer.
     """
 
@@ -115,10 +117,10 @@ class DeviceMail:
         self,
         registry: Registry,
         heap: SymmetricHeap,
+        area: SymmetricMemory,
         checker: Checker,
         sizes: MailSizes,
         records: Records,
-        record: int,
         budget: float,
     ) -> None:
         driver = registry.driver
@@ -128,19 +130,18 @@ class DeviceMail:
         self._checker = checker
         self._sizes = sizes
         self.rank = checker.rank
-        self.record = records.of(record)
-        self.size = sizes.area_bytes(checker.size)
-        offset = heap.reserve_private(self.size)
+        self.record = records.of_mail()
+        offset = heap.offset(area)
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
-        self.address = self._areas[self.rank]
+        self._area = area
         self._function = load(self._device, KernelName("mail.cu", "mail"))
         self._pool = MemoryPool(driver=driver)
         self._streams: dict[int, Any] = {}
         #: What this rank sent to itself.
-        self._own: deque[tuple[Any, Any, Any]] = deque()
+        self._own: deque[tuple[Any, Any]] = deque()
         self._template = MailArgs(
-            MailPart(peer=NOBODY), MailPart(peer=NOBODY), self.address,
-            records.address + record * Records.BYTES, record, int(budget * 1e9),
+            MailPart(peer=NOBODY), MailPart(peer=NOBODY), area.ptr,
+            ctypes.addressof(self.record), Records.MAIL, nanoseconds(budget),
             sizes.letter, sizes.slot, sizes.letters, sizes.slots, sizes.tracks, self.rank,
         )  # fmt: skip
 
@@ -162,7 +163,11 @@ class DeviceMail:
             if clash:
                 with stream:
                     source = source.copy(order="K")  # freed in the order of the stream
-            made = self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+            if not self._in_turn(peer):
+                self._swap_behind(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+                made = None
+            else:
+                made = self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
             reason = "in_array overlaps out_array, so it was copied" if clash else ""
             done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
             return done, None if clash else made
@@ -213,7 +218,10 @@ class DeviceMail:
                 part.area, part.peer = self._areas[peer], peer
                 blocks += self._sizes.blocks(parcel.nbytes)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        made = MailLaunch(self._function, blocks, ctypes.addressof(parameters), (args, parameters))
+        made = MailLaunch(
+            self._function, blocks, ctypes.addressof(parameters), (args, parameters),
+            functools.partial(self._in_turn, peer),
+        )  # fmt: skip
         made(stream)
         return made
 
@@ -224,6 +232,25 @@ class DeviceMail:
         self._driver.copy(copy.data.ptr, parcel.info.ptr, parcel.nbytes, stream)
         return copy
 
+    def _in_turn(self, peer: int) -> bool:
+        """Whether all that was sent to a peer before has been pushed."""
+        ahead = self._streams.get(peer)
+        return ahead is None or ahead.done
+
+    def _swap_behind(
+        self, peer: int, push: tuple[int, Parcel], drain: tuple[int, Parcel], stream: Any
+    ) -> None:
+        """Both halves of a ``send_recv`` while a ``send`` to the peer is still under way.
+
+        What goes to one peer is pushed in the order of the calls, so the half that pushes goes
+        behind that send, and the caller's stream waits for it.
+        """
+        ahead = self._streams[peer]
+        ahead.wait_event(self._driver.record_event(stream))
+        self._launch(peer, push, None, ahead)
+        self._launch(peer, None, drain, stream)
+        stream.wait_event(self._driver.record_event(ahead))
+
     def _stream_to(self, peer: int) -> Any:
         stream = self._streams.get(peer)
         if stream is None:
@@ -233,10 +260,13 @@ class DeviceMail:
     def _to_itself(self, letter: Letter, stream: Any) -> Transfer:
         given, taken = letter.given, letter.taken
         if given is not None and taken is not None:
-            self._driver.copy(taken.info.ptr, given.info.ptr, given.nbytes, stream)
+            source = given.info.ptr
+            if overlap(given.info, taken.info):
+                source = self._copy(given, stream).data.ptr  # freed in the order of the stream
+            self._driver.copy(taken.info.ptr, source, given.nbytes, stream)
             return Transfer("send_recv", "copy", True, "", given.nbytes)
         if given is not None:
-            self._own.append((given.kind, self._copy(given, stream), stream))
+            self._own.append((given.kind, self._copy(given, stream)))
             return Transfer("send", "copy", False, "a send does not wait", given.nbytes)
         assert taken is not None  # a letter has one of the two
         name = self._checker.name("recv")
@@ -244,14 +274,12 @@ class DeviceMail:
             raise MismatchError(
                 f"{name}: rank {self.rank} receives from itself and has sent nothing"
             )
-        sent, copy, written = self._own.popleft()
+        sent, copy = self._own.popleft()
         if sent != taken.kind:
             raise MismatchError(
                 f"{name}: rank {self.rank} sent {sent} to itself and expects {taken}; arrays are "
                 "received in the order in which they were sent; nothing was written"
             )
-        if written is not stream:
-            stream.wait_event(self._driver.record_event(written))
         self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
         self._pool.record_stream(copy, stream)
         return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)

@@ -125,8 +125,16 @@ class Engine(Protocol):
         """
         ...
 
-    def fail(self, error: BaseException) -> None:
-        """Make no further calls: the ranks have lost each other."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Make no further calls: the ranks have lost each other.
+
+        Returns:
+            What went wrong first, of which ``error`` may be a consequence.
+        """
+        ...
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream, or an event of the driver, behind calls of this engine."""
         ...
 
     def close(self) -> None:

@@ -137,11 +137,16 @@ class HostEngine:
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> BaseException:
         """Make no further calls: the ranks have lost each other."""
         if self._failure is None:
             self._failure = error
         self._abandon()
+        return error
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream; what went wrong in it is raised."""
+        point.synchronize()
 
     # Where arrays are
 

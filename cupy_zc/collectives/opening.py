@@ -136,7 +136,8 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
             )
         if options.spread:
             options = _spread(bootstrap, topology, options)
-        made = kind(bootstrap, topology, options, stack)
+        with options.driver.use_device(options.device):
+            made = kind(bootstrap, topology, options, stack)
         stack.pop_all()
     return made
 

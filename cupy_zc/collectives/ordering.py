@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..driver.api import Driver
 from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
@@ -23,6 +23,17 @@ __all__ = ["Line"]
 
 #: Calls that are kept to be made again.
 KEPT = 4096
+
+#: Gives an object as long as it lives.
+_Reference: TypeAlias = Callable[[], Any]
+
+
+def _reference(array: Any) -> _Reference:
+    return _no_array if array is None else weakref.ref(array)
+
+
+def _no_array() -> None:
+    """What a rank passes that has no array in a call."""
 
 
 class Line:
@@ -70,7 +81,7 @@ class Line:
         self._current_stream = driver.current_stream
         self._current_device = driver.current_device
         #: How calls were made: input, output, and what makes them again.
-        self._repeats: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[Any], Repeat]] = {}
+        self._repeats: dict[tuple[Any, ...], tuple[_Reference, _Reference, Repeat]] = {}
         self._own_stream: Any = None
         #: Recorded behind the last call, where its stream cannot be asked later.
         self._event: Any = None
@@ -111,7 +122,7 @@ class Line:
 
         Args:
             key: Its arguments.
-            source: Its arrays; None where it has only the other one.
+            source: Its arrays, as they were passed.
             target: As above.
         """
         repeat = self._engine.repeat()
@@ -119,9 +130,10 @@ class Line:
             return
         if len(self._repeats) >= KEPT:
             self._repeats.clear()
-        given = target if source is None else source
-        taken = source if target is None else target
-        self._repeats[key] = (weakref.ref(given), weakref.ref(taken), repeat)
+        try:
+            self._repeats[key] = (_reference(source), _reference(target), repeat)
+        except TypeError:  # no array, where this rank has none
+            return
 
     def again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
         """Make a call as it was made before: the way of a loop, with no check made twice.
@@ -166,13 +178,24 @@ class Line:
 
     # Streams
 
+    @property
+    def point(self) -> Any:
+        """What to wait for behind the calls that were enqueued; None where there are none."""
+        return self.last_stream if self._event is None else self._event
+
+    def wait(self) -> None:
+        """Wait for the calls that were enqueued, but on a stream that is capturing by now."""
+        point = self.point
+        if point is not None and (self._event is not None or not self.capturing(point)):
+            self._engine.wait(point)
+
     def _follow(self, stream: Any) -> None:
         """Let a stream wait for this communicator's work on the one before."""
         last, event = self.last_stream, self._event
         self.last_stream, self._event = stream, None
         if stream is self._own_stream and self._driver.name == "cuda":
             stream.wait_event(self._driver.record_event(self._driver.current_stream()))
-        if last is None or last is stream:
+        if last is None or (last is stream and event is None):
             return
         if event is None and self.capturing(last):  # an event would become part of the capture
             self._driver.synchronize(self._registry.device)
@@ -225,11 +248,11 @@ class Line:
         if stream is None:
             stream = self._driver.current_stream()
         else:
-            name, device = self._checker.name(call), self._registry.device
-            stream = self._driver.resolve_stream(name, stream)
-            if stream.ptr and stream.device_id not in (device, -1):  # -1: CuPy was not told
-                allowed = f"a stream of device {device}, which this rank has"
-                raise InvalidValueError(name, "stream", stream, allowed)
+            stream = self._driver.resolve_stream(self._checker.name(call), stream)
+        device = self._registry.device
+        if stream.ptr and stream.device_id not in (device, -1):  # -1: CuPy was not told
+            allowed = f"a stream of device {device}, which this rank has"
+            raise InvalidValueError(self._checker.name(call), "stream", stream, allowed)
         if stream.ptr or not self._threads:
             return stream
         if self._own_stream is None:
@@ -242,14 +265,18 @@ class Line:
 
     @contextmanager
     def held(self, call: str) -> Iterator[None]:
-        """The lock of the communicator, for as long as a rank may be waited for."""
+        """The lock of the communicator, for as long as a rank may be waited for, on its device."""
         if not self._lock.acquire(timeout=self._timeout):
             raise Error(
                 f"{self._checker.name(call)}: another thread was inside a call of this "
                 f"communicator for {self._timeout:g} s"
             )
         try:
-            yield
+            if self._current_device() == self._registry.device:
+                yield
+            else:
+                with self._driver.use_device(self._registry.device):
+                    yield
         finally:
             self._lock.release()
 
@@ -267,7 +294,9 @@ class Line:
                 yield
             except BaseException as error:
                 if self._registry.channel.closed:
-                    self._engine.fail(error)
+                    first = self._engine.fail(error)
+                    if first is not error:
+                        raise first from error
                 raise
 
     def check_open(self, call: str) -> None:

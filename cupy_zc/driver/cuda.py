@@ -283,8 +283,12 @@ class CudaDriver:
             return cupy.cuda.Stream(non_blocking=non_blocking)
 
     def keeps_stream(self, stream: Any) -> bool:
-        """False for streams that CuPy did not make: their owner destroys them when he likes."""
-        return not isinstance(stream, cupy.cuda.ExternalStream)
+        """Whether it is a stream that CuPy made, and one queue.
+
+        The owner of another one destroys it when he likes, and the per-thread default stream is
+        another queue in each thread.
+        """
+        return stream.ptr != _PER_THREAD and not isinstance(stream, cupy.cuda.ExternalStream)
 
     def resolve_stream(self, call: str, stream: Any) -> Any:
         """The CuPy stream that a caller means; other libraries' come by ``__cuda_stream__``.
@@ -397,7 +401,7 @@ class CudaDriver:
 
     def plain_memory(self, size: int) -> cupy.cuda.Memory:
         """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
-        with _runtime_call("cudaMalloc", f"size={size}"):
+        with _runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
             return cupy.cuda.Memory(size)
 
     # Bytes, for those who may wait for them

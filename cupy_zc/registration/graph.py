@@ -238,10 +238,9 @@ class Leases:
         That is what only the garbage collector can free, and, for a moment, graphs that the driver
         has not told of yet.
         """
-        if self.live():
-            gc.collect()
         until = time.monotonic() + _PATIENCE
         while self.live() and time.monotonic() < until:
+            gc.collect()  # again and again: beside another thread that collects it does nothing
             time.sleep(0.001)
         return tuple(lease.graph for lease in self.live())
 
