@@ -127,6 +127,28 @@ def test_buffers_are_registered_by_the_capture_whatever_each_rank_allocated_befo
     assert len({tuple(each) for each in offsets}) > 1
 
 
+def test_explain_knows_what_the_ranks_captured_together() -> None:
+    def body(comm: Communicator) -> list[tuple[str, bool | None]]:
+        pool = pool_of(comm)
+        history = array_of(pool, 5000 * (comm.rank + 1))
+        array, same = array_of(pool), comm.empty(100, "i4")
+        graph, _ = captured(comm, array, same)
+        comm.barrier()
+        told = [
+            (rule.detail, rule.passed)
+            for each in (array, same)
+            for rule in comm.explain(each)
+            if "on every rank" in rule.name
+        ]
+        comm.barrier()
+        del graph, history
+        return told
+
+    told = run(2, body)
+    assert [passed for _, passed in told[0]] == [True, False, True, True]
+    assert told[0][1][0] == "another place on rank 1"
+
+
 def test_the_example_of_the_documentation_of_nccl() -> None:
     """Two collectives in a graph, the second one at other offsets of both buffers."""
 

@@ -85,6 +85,8 @@ class Lease:
         self.collectives = 0
         self.calls = 0
         self.lane: int | None = None
+        #: By arena and offset of an array here: the same of what each rank passed in its place.
+        self.counterparts: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {}
         self._registry = registry
         self._close_lane: Callable[[int], None] | None = None
         self._token = registry.driver.lease_graph(info.graph)
