@@ -355,10 +355,10 @@ def test_a_strict_rank_that_would_copy_is_an_error_on_all() -> None:
             memory = comm._driver.plain_memory(400)
             foreign = cupy.ndarray(100, "i4", cupy.cuda.MemoryPointer(memory, 0))
             with capturing(comm) as stream:
-                wanted = NotZeroCopyError if comm.rank else AgreementError
+                wanted: type[Error] = NotZeroCopyError if comm.rank else AgreementError
                 with pytest.raises(wanted, match=r"in a capture.*nothing was recorded") as caught:
                     comm.all_reduce(foreign if comm.rank else array, array, stream=stream)
-                assert comm.rank or caught.value.rank == 1
+                assert comm.rank or getattr(caught.value, "rank", None) == 1
                 with pytest.raises(NotZeroCopyError, match="overlaps"):
                     comm.send_recv(array[1:], array[:-1], 1 - comm.rank, stream=stream)
                 assert comm.leases() == ()

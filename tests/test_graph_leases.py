@@ -100,7 +100,7 @@ def test_the_first_captured_call_opens_a_lease_and_the_others_find_it() -> None:
 def test_buffers_are_registered_by_the_capture_whatever_each_rank_allocated_before(
     register: str,
 ) -> None:
-    def body(comm: Communicator) -> None:
+    def body(comm: Communicator) -> list[int]:
         pool = pool_of(comm)
         history = [array_of(pool, 1000) for _ in range(3 * comm.rank)]
         kept = array_of(pool, 500 * (comm.rank + 1))
@@ -582,7 +582,7 @@ def test_release_is_local_at_once_and_the_peers_unmap_at_the_next_agreed_point()
         graph = None
         comm.collect()
         assert windows[1 - comm.rank, 1]._mapped == {}
-        assert comm._registry.lanes.held == ()
+        assert not comm._registry.lanes.held
 
     run(2, body)
 
@@ -773,7 +773,8 @@ def test_growth_and_the_limit_of_a_pool_in_a_capture() -> None:
 
 def test_garbage_collection_in_a_capture_makes_no_driver_call() -> None:
     """Ends: a finalizer that calls CUDA, which invalidates a capture."""
-    driver, sockets = FaultyDriver(HostDriver(granularity=GRANULE, memory=1 << 30)), []
+    driver = FaultyDriver(HostDriver(granularity=GRANULE, memory=1 << 30))
+    sockets: list[Any] = []
     with work.communicators(2, driver=driver) as comms:
 
         def make(comm: Communicator) -> list[Any]:
@@ -882,7 +883,7 @@ def test_communicator_pool_arrays_and_graph_may_go_in_any_order(order: str, clos
         pool = pool_of(comm)
         arrays = [array_of(pool), part.empty(100, "i4")]
         graph, stream = captured(part, *arrays)
-        sockets = [part._talk, part._letters, part._bootstrap]  # which want to be closed
+        sockets: list[Any] = [part._talk, part._letters, part._bootstrap]  # which want to be closed
         things: dict[str, list[Any]] = {"p": [pool], "a": arrays, "g": [graph], "c": [part]}
         del pool, graph, arrays, part
         meet(comm)
