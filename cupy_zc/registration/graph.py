@@ -33,7 +33,7 @@ __all__ = ["Lease", "LeaseInfo", "LeasedArray", "Leases"]
 
 
 #: Seconds in which a driver tells of a graph that is gone. CUDA does it from a thread of its own.
-_PATIENCE = 0.05
+_PATIENCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +240,9 @@ class Leases:
         That is what only the garbage collector can free, and, for a moment, graphs that the driver
         has not told of yet.
         """
-        if self.live():
-            gc.collect()
         until = time.monotonic() + _PATIENCE
         while self.live() and time.monotonic() < until:
+            gc.collect()  # is nothing where another thread is at it, so it may take a second one
             time.sleep(0.001)
         return tuple(lease.graph for lease in self.live())
 
