@@ -279,7 +279,7 @@ class Graphs(RuleBasedStateMachine):
 
     # Graphs
 
-    @precondition(lambda self: getattr(self, "programs", None))
+    @precondition(lambda self: bool(getattr(self, "programs", None)))
     @rule(which=PICK, times=st.integers(1, 3))
     def replay(self, which: int, times: int) -> None:
         program = self.programs[which % len(self.programs)]
@@ -293,13 +293,13 @@ class Graphs(RuleBasedStateMachine):
         for _, step in itertools.product(range(times), program.steps):
             step()
 
-    @precondition(lambda self: getattr(self, "programs", None))
+    @precondition(lambda self: bool(getattr(self, "programs", None)))
     @rule(which=PICK)
     def clone(self, which: int) -> None:
         for executables in self.programs[which % len(self.programs)].graphs:
             executables.append(executables[-1].instantiate())
 
-    @precondition(lambda self: getattr(self, "programs", None))
+    @precondition(lambda self: bool(getattr(self, "programs", None)))
     @rule(which=PICK)
     def drop_graph(self, which: int) -> None:
         program = self.programs[which % len(self.programs)]

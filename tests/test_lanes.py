@@ -173,6 +173,11 @@ def test_an_invalidated_lane_does_nothing_and_says_so() -> None:
         work.run(comms, body)
 
 
+def wait_inside(inside: threading.Event, go: threading.Event) -> None:
+    inside.set()
+    go.wait(0.3)
+
+
 def test_to_invalidate_waits_for_a_replay_that_is_under_way() -> None:
     with work.communicators(1) as (comm,):
         engine, stream = comm._engine, comm._driver.make_stream()
@@ -181,7 +186,7 @@ def test_to_invalidate_waits_for_a_replay_that_is_under_way() -> None:
         inside, go = threading.Event(), threading.Event()
         stream.begin_capture()
         engine.enqueue(call, stream, lane)
-        stream.enqueue(lambda: (inside.set(), go.wait(0.3)))
+        stream.enqueue(lambda: wait_inside(inside, go))
         engine.enqueue(call, stream, lane)
         graph = stream.end_capture()
 

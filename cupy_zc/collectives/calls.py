@@ -31,11 +31,21 @@ class Calls(ABC):
     rank, that the other one is this rank's (``scatter``, ``gather``: the root's) row of it. It is
     allowed everywhere. Arrays that overlap in another way work too, at the price of a copy.
 
+    On a stream that is capturing a call is recorded, by all ranks together: they compare what they
+    capture and register its arrays, whose memory is kept until the graph and all its executables
+    are gone. Point-to-point calls are recorded without a word to the peers, and must be replayed in
+    the order in which they fit; their arrays are kept as well, but not registered.
+
     Raises (every call; before anything is enqueued):
         InvalidTypeError: no ``cupy.ndarray``, an unknown dtype, unequal dtypes, no integer.
         InvalidValueError: sizes, order, device, root or peer, op; with both sides.
         NotZeroCopyError: the communicator is strict, and this rank would copy.
         ClosedError: the communicator is closed, or a former call failed.
+
+    Raises (a collective in a capture; nothing is recorded then):
+        MismatchError: ranks capture different calls, or one of them is at another call.
+        AgreementError: a rank could not register its arrays, or is strict and would copy.
+        PeerTimeoutError: a rank has gone or did not come in time. The communicator is over then.
 
     Raises (every call, when it runs; from ``synchronize()`` where it was queued):
         MismatchError: ranks call different things; on all of them, nothing written.

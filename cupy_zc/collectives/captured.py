@@ -39,7 +39,7 @@ _ZERO_COPY, _STAGED, _REFUSED = range(3)
 #: the places of the arrays. The word of a rank that is in an eager call is what it calls, and
 #: whether that counts for registration.
 _EQUAL, _EAGER = 7, 2
-_FATE, _AFTER = _EQUAL, _EQUAL + 1
+_FATE, _AFTER, _PLACES = _EQUAL, _EQUAL + 1, _EQUAL + 2
 
 
 class Counts:
@@ -105,6 +105,7 @@ class Recorder:
             said = self._agree(call, arrays, bid)
             staging = self._staging(call, said)
             lease = bid.lease
+            self._note_counterparts(lease, said)
             if lease.lane is None:
                 lease.take_lane(self._engine.open_lane(), self._engine.close_lane)
             assert lease.lane is not None
@@ -152,7 +153,7 @@ class Recorder:
             bid.held += self._registry.share(missing, bid.lease)
             fresh = pin([segment for segment in missing if segment not in bid.held])
             bid.held += fresh
-            return Choice(fresh, holder=bid.lease, call=self._word(call, bid.lease, arrays))
+            return Choice(fresh, holder=bid.lease, call=self._word(call, bid.lease))
 
         def check(said: Mapping[int, News]) -> None:
             eager = [news.call for news in said.values() if len(news.call) == _EAGER]
@@ -185,16 +186,27 @@ class Recorder:
             with suppress(MismatchError):  # which the eager call raises by itself
                 self._registry.agree(TAG, lambda: Choice(call=word), _compare)
 
-    def _word(self, call: Call, lease: Lease, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        places = []
-        for array in arrays:
-            arena, offset, _, _, segment = self._registry.locate(array)
-            generation = 0 if segment is None else segment.generation
-            places.append((arena, offset, generation, array.nbytes))
+    def _word(self, call: Call, lease: Lease) -> tuple[Any, ...]:
+        places = [self._place(array) for array in (call.input, call.output)]
         return (
             lease.collectives + 1, call.operation, call.code, call.reduction, call.root,
             call.columns, call.fortran, self._fate(call), self._counts.eager, places,
         )  # fmt: skip
+
+    def _place(self, array: Any) -> tuple[int, int, int, int] | None:
+        """Arena, offset, generation and bytes of an array; None if peers cannot reach it."""
+        if array is None or not self._segments([array]):
+            return None
+        return (*self._registry.name(array), array.data.mem.segment.generation, array.nbytes)
+
+    def _note_counterparts(self, lease: Lease, said: Mapping[int, News]) -> None:
+        places = {rank: news.call[_PLACES] for rank, news in said.items()}
+        for which, mine in enumerate(places[self._checker.rank]):
+            if mine is not None:
+                lease.counterparts[mine[0], mine[1]] = {
+                    rank: each[which] and (each[which][0], each[which][1])
+                    for rank, each in places.items()
+                }
 
     def _segments(self, arrays: Sequence[Any]) -> list[Segment]:
         """The segments of arrays that can be registered."""

@@ -261,7 +261,10 @@ class Line:
 
     def capturing(self, stream: Any) -> bool:
         """Whether work on the stream is recorded and not run."""
-        return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+        try:
+            return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+        except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
+            return True
 
     @contextmanager
     def held(self, call: str) -> Iterator[None]:

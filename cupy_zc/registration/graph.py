@@ -33,7 +33,7 @@ __all__ = ["Lease", "LeaseInfo", "LeasedArray", "Leases"]
 
 
 #: Seconds in which a driver tells of a graph that is gone. CUDA does it from a thread of its own.
-_PATIENCE = 0.05
+_PATIENCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,8 @@ class Lease:
         self.collectives = 0
         self.calls = 0
         self.lane: int | None = None
+        #: By arena and offset of an array here: the same of what each rank passed in its place.
+        self.counterparts: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {}
         self._registry = registry
         self._close_lane: Callable[[int], None] | None = None
         self._token = registry.driver.lease_graph(info.graph)
@@ -240,7 +242,7 @@ class Leases:
         """
         until = time.monotonic() + _PATIENCE
         while self.live() and time.monotonic() < until:
-            gc.collect()  # again and again: beside another thread that collects it does nothing
+            gc.collect()  # is nothing where another thread is at it, so it may take a second one
             time.sleep(0.001)
         return tuple(lease.graph for lease in self.live())
 

@@ -127,7 +127,8 @@ class Registry:
         def choose() -> Choice:
             segments = pin_target(self, target, call)
             registration.hold(segments)
-            return Choice(segments, registration, self._name(target, segments))
+            one = len(segments) == 1 and not isinstance(target, MemoryPool)
+            return Choice(segments, registration, self.name(target) if one else None)
 
         try:
             said = self.agree(call, choose)
@@ -210,11 +211,20 @@ class Registry:
     # What the symmetric heap, leases and explain ask for
 
     def counterparts(self, arena: int, offset: int) -> Mapping[int, tuple[int, int] | None] | None:
-        """What each rank registered together with the array at this place; None if not known."""
+        """What the ranks registered, or captured, together with the array at this place.
+
+        None if that is not known.
+        """
         for registration in tuple(self._registrations):
             if registration.arrays.get(self.channel.rank) == (arena, offset):
                 return registration.arrays
-        return None
+        found = (lease.counterparts.get((arena, offset)) for lease in self.leases.live())
+        return next((each for each in found if each is not None), None)
+
+    def name(self, array: Any) -> tuple[int, int]:
+        """Arena and offset of an array that has a segment, registered or not."""
+        arena = array.data.mem.segment.home.pool.arena
+        return self._number(arena), array.data.ptr - arena.base
 
     def claim_heap(self, arena: Arena) -> None:
         """Make an arena number 0 of this rank."""
@@ -325,12 +335,6 @@ class Registry:
         """A registration ends. Local, in any thread."""
         self._registrations.discard(registration)
         self.let_go(registration, segments)
-
-    def _name(self, target: Any, segments: Sequence[Segment]) -> tuple[int, int] | None:
-        if isinstance(target, MemoryPool) or not segments:
-            return None
-        arena = segments[0].home.pool.arena
-        return self._number(arena), target.data.ptr - arena.base
 
     def _number(self, arena: Arena) -> int:
         number = self._numbers.get(arena)
