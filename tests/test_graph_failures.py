@@ -255,3 +255,28 @@ def test_errors_of_captures_are_of_the_tree() -> None:
     error = cupy_zc.LiveGraphsError("Communicator.close (rank 0 of 2)", (3, 5))
     assert "2 graphs live that call this communicator, of capture 3, 5" in str(error)
     assert error.graphs == (3, 5)
+
+
+def test_a_graph_that_cannot_be_instantiated_releases_what_was_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no executable")
+
+    with work.communicators(2) as comms:
+
+        def capture(comm: Communicator) -> None:
+            array, stream = array_of(pool_of(comm)), comm._driver.make_stream()
+            segment = array.data.mem.segment
+            stream.begin_capture()
+            comm.all_reduce(array, array, stream=stream)
+            assert segment.pins == 1
+            with pytest.raises(MemoryError, match="no executable"):
+                stream.end_capture()
+            work.collected(lambda: not comm.leases())
+            assert segment.pins == 0
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cupy_zc.driver.host_stream.HostGraph", refuse)
+            work.run(comms, capture)
+        work.run(comms, clean)

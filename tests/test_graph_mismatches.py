@@ -111,15 +111,16 @@ def test_a_rank_that_is_at_another_agreed_point_is_a_mismatch_on_both(point: str
 
 
 @pytest.mark.parametrize("capturer", [0, 1])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("n", "registered"), [(2, True), (3, True), (2, False)])
 def test_a_rank_that_captures_while_others_call_eagerly_is_a_mismatch_soon(
-    capturer: int, n: int
+    capturer: int, n: int, registered: bool
 ) -> None:
     """Ends: ranks that wait for each other until the deadline, one in a capture, one in a call."""
     with work.communicators(n) as comms:
 
         def body(comm: Communicator) -> None:
-            array = comm.zeros(10, "i4")
+            # One pool for all: to drop one waits for the device, and so for the other ranks.
+            array, pool = comm.zeros(10, "i4"), pool_of(comm)
             for _ in range(2):
                 comm.all_reduce(array, array)  # the third one is no agreed call
             for _ in range(3):
@@ -127,8 +128,9 @@ def test_a_rank_that_captures_while_others_call_eagerly_is_a_mismatch_soon(
                 stream = comm._driver.make_stream()
                 if comm.rank == capturer:
                     stream.begin_capture()
+                called = array if registered else array_of(pool, 10)
                 with pytest.raises(MismatchError) as caught:
-                    comm.broadcast(array, 1, stream=stream)
+                    comm.broadcast(called, 1, stream=stream)
                 if comm.rank == capturer:
                     stream.end_capture()
                 assert time.monotonic() - began < 5

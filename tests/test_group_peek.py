@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
 
 import group_workers as workers
+import pytest
 
-from cupy_zc.group import Channel
+from cupy_zc.group import Channel, closing
 from cupy_zc.group.messages import Kind, Label, Outbound, parse
+
+
+@pytest.fixture(autouse=True)
+def _descriptors_are_what_they_were() -> Iterator[None]:
+    with workers.flat_descriptors():
+        yield
 
 
 def test_what_peers_say_that_wait_in_an_exchange_is_known_without_reading() -> None:
@@ -28,11 +37,29 @@ def test_what_peers_say_that_wait_in_an_exchange_is_known_without_reading() -> N
         assert opened[0].waiting("here") == {}
 
 
-def test_only_a_whole_message_without_descriptors_can_be_looked_at() -> None:
+def test_a_message_can_be_looked_at_as_soon_as_all_that_it_says_is_there() -> None:
     label = Label(Kind.EXCHANGE, 3, "tag")
-    whole = b"".join(bytes(data) for data, _ in Outbound(label, b"abc", ())._pieces)
-    assert parse(whole + b"the next one") == (label, b"abc")
-    assert all(parse(whole[:length]) is None for length in range(len(whole)))
-    assert parse(b"x" + whole) is None
-    with_fds = Outbound(label, b"abc", (0,))._pieces
-    assert parse(b"".join(bytes(data) for data, _ in with_fds)) is None
+    for fds in ((), (0,)):
+        whole = b"".join(bytes(data) for data, _ in Outbound(label, b"abc", fds)._pieces)
+        said = len(whole) - len(fds)
+        assert parse(whole + b"the next one") == parse(whole[:said]) == (label, b"abc")
+        assert all(parse(whole[:length]) is None for length in range(said))
+        assert parse(b"x" + whole) is None
+
+
+def test_descriptors_of_a_message_that_was_looked_at_arrive_once() -> None:
+    with workers.channels(2) as opened, workers.files([b"content"]) as fds:
+
+        def body(channel: Channel) -> list[bytes]:
+            if channel.rank == 0:
+                until = time.monotonic() + 5
+                while not channel.waiting("here") and time.monotonic() < until:
+                    time.sleep(0.001)
+                for _ in range(3):
+                    assert channel.waiting("here") == {1: b"says"}
+            messages = channel.exchange(b"says", fds, tag="here", timeout=10)
+            with closing(messages):
+                return [os.pread(fd, 99, 0) for each in messages for fd in each.fds]
+
+        for told in workers.all_fine(workers.on_all(opened, body)):
+            assert told == [b"content"]

@@ -50,7 +50,8 @@ class Communicator(Calls):
     is kept, for as long as the graph lives. A graph has a lane of its own: replays on one stream
     and calls on another one do not wait for each other.
 
-    A context manager; :meth:`close` is local. At exit of the process open ones are closed.
+    A context manager; :meth:`close` is local. Where an error leaves the block, and at exit of the
+    process, live graphs do not keep it from being closed.
     """
 
     def __init__(

@@ -266,8 +266,7 @@ class Channel:
             tag: Of that exchange.
 
         Returns:
-            Payloads by rank, without what brings descriptors, or is longer than 64 KiB. Allowed in
-            any thread.
+            Payloads by rank, without what is longer than 64 KiB. Allowed in any thread.
         """
         return {
             rank: payload
