@@ -217,7 +217,9 @@ def test_a_stream_of_somebody_else_is_not_touched_after_the_call() -> None:
             array = filled(comm, np.full(1000, comm.rank + 1, "i4"))
             meet(comm)
             owner = cupy_zc.Stream(non_blocking=True, driver="cuda")
-            comm.all_reduce(array, array, stream=cupy.cuda.ExternalStream(owner.ptr))
+            with pytest.deprecated_call():
+                foreign = cupy.cuda.ExternalStream(owner.ptr)
+            comm.all_reduce(array, array, stream=foreign)
             owner.synchronize()
             del owner
             comm.all_reduce(array, array)
