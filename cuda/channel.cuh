@@ -7,7 +7,8 @@
 //   flag      of a letter's packets: 1 to 2^32 - 1 in turn, never the 0 of fresh memory
 //   until     one wait, by any threads of a block; they must come together afterwards. It fails,
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
-//             the peer refused a message, and where the budget is spent: then the peer is named
+//             the peer refused a message, and where the budget is spent: then the peer is named.
+//             Where the host gave a rank up, it fails as if that one had spent the budget
 //   greet     waits for the header of the message. One that is not expected is reported, and
 //             refused: the peer finds that out when it waits, or calls again, and reports it too
 //   failure   the first one ends the mail of the whole rank: later calls return at once
@@ -40,7 +41,8 @@ class Channel {
             return failure == 0;
         }
         const u64 refused = load_acquire(&mine().refused);
-        report(CODE_MISMATCH, refused, load_relaxed(&mine().expected));
+        report(CODE_MISMATCH, peer(), refused, load_relaxed(&mine().expected),
+               load_relaxed(&mine().sent));
         return false;
     }
 
@@ -54,8 +56,10 @@ class Channel {
             if (!alive()) {
                 return false;
             }
-            if (timer.waited() >= args_.budget) {
-                report(CODE_TIMEOUT, number_, timer.waited());
+            const u64 lost = timer.lost(args_.error);
+            if (lost != 0 || timer.waited() >= args_.budget) {
+                const u32 rank = lost == 0 ? peer() : static_cast<u32>(lost - 1);
+                report(CODE_TIMEOUT, rank, number_, timer.waited(), part.fingerprint);
                 return false;
             }
         }
@@ -83,8 +87,9 @@ class Channel {
             return true;
         }
         store_relaxed(&theirs().expected, part.fingerprint);
+        store_relaxed(&theirs().sent, header.low);
         store_release(&theirs().refused, number_);
-        report(CODE_MISMATCH, number_, header.low);
+        report(CODE_MISMATCH, peer(), number_, header.low, part.fingerprint);
         return false;
     }
 
@@ -165,9 +170,10 @@ class Channel {
     }
     __device__ __forceinline__ u64 flag() const { return number_ % 0xffffffff + 1; }
 
-    __device__ __forceinline__ void report(Code code, u64 number, u64 detail) const {
+    __device__ __forceinline__ void report(Code code, u32 rank, u64 number, u64 detail,
+                                           u64 mine) const {
         u64* const failure = &memory<Area>(args_.area).failure;
-        record(failure, args_.error, {code, peer(), args_.lane, number, detail});
+        record(failure, args_.error, {code, rank, args_.lane, number, detail, mine, 0});
     }
 
     const MailArgs& args_;

@@ -60,7 +60,8 @@ struct Desk {
     u64 taken;     // messages whose letter may be written over
     u64 refused;   // the number of a message that it did not expect, stored last
     u64 expected;  // and the fingerprint that it expected
-    u64 unused[13];
+    u64 sent;      // in place of the one that the message had
+    u64 unused[12];
     u64 drained[MAX_TRACKS];  // slots
     // Written by the peer, which pushes to this rank.
     u64 filled[MAX_TRACKS];  // slots

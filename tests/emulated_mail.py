@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from emulated import GUARD, POISON, Emulation
+from emulated import GUARD, POISON, RECORD, Emulation
 
 __all__ = ["Call", "Mail", "Outcome", "Record", "Scene", "check", "content"]
 
@@ -48,6 +48,9 @@ class Scene:
     #: How many messages and slots have passed on each channel and track, where it is fresh.
     messages: int = 0
     passed: int = 0
+    #: A rank that the host gives up, so many nanoseconds after the start; none below 0.
+    lost: int = -1
+    lost_after: int = 0
     #: By rank and name of the stream.
     streams: dict[tuple[int, str], list[Call]] = field(default_factory=dict)
     #: The last push on each channel, and all that was pushed.
@@ -100,6 +103,8 @@ class Record:
     lane: int
     epoch: int
     detail: int
+    mine: int
+    abort: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,9 @@ class Mail(Emulation):
         numbers = {id(call): number for number, call in enumerate(calls, 1)}
         message = [
             struct.pack(
-                "<8I6Q", scene.size, len(scene.streams), scene.threads, scene.fresh, scene.letters,
+                "<8I8Q", scene.size, len(scene.streams), scene.threads, scene.fresh, scene.letters,
                 scene.slots, scene.tracks, 0, scene.letter, scene.slot, scene.budget,
-                next(self._seeds), scene.messages, scene.passed,
+                next(self._seeds), scene.messages, scene.passed, scene.lost + 1, scene.lost_after,
             )
         ]  # fmt: skip
         for (rank, _), stream in scene.streams.items():
@@ -153,7 +158,8 @@ class Mail(Emulation):
         deadline = time.monotonic() + self.patience
         self._write(b"".join(message))
         records = [
-            Record(*struct.unpack("<2I3Q", self._read(32, deadline))) for _ in range(scene.size)
+            Record(*struct.unpack(RECORD, self._read(struct.calcsize(RECORD), deadline)))
+            for _ in range(scene.size)
         ]
         outputs = {id(call): self._read(call.size + 2 * GUARD, deadline) for call in calls}
         return Outcome(records, outputs)

@@ -140,6 +140,7 @@ def test_a_rank_that_calls_something_else_is_told_to_all_and_nothing_is_written(
             assert outcome.code == MISMATCH  # long before the budget, or it were a time-out
             assert (outcome.rank == odd) == (number != odd)
             assert outcome.detail == launch.ranks[0 if number != 0 else 1].fingerprint or size > 2
+            assert outcome.mine == launch.ranks[number].fingerprint
             assert (outcome.lane, outcome.epoch) == (7, 1)
             assert outcome.untouched
 

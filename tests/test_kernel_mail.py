@@ -155,7 +155,7 @@ def test_a_message_that_was_not_expected_is_an_error_and_writes_nothing(
         scene.add(0, Call(1, data, sent=fingerprint), "sends")
     first, second = scene.recv(1, 0, size), scene.recv(1, 0, size)
     outcome = mail.play(scene)
-    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER)
+    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER, FINGERPRINT)
     assert outcome.untouched(first)
     assert outcome.untouched(second)
 
@@ -170,7 +170,7 @@ def test_a_shorter_or_longer_letter_than_expected_is_noticed_long_before_the_dea
     scene.add(0, Call(1, content(rng, sent), sent=OTHER))
     call = scene.recv(1, 0, 620)
     outcome = mail.play(scene)
-    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER)
+    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER, FINGERPRINT)
     assert outcome.untouched(call)
 
 
@@ -194,8 +194,8 @@ def test_a_sender_whose_message_is_refused_learns_it_long_before_its_deadline(
     scene.add(0, Call(1, content(rng, LARGE), 1, back, sent=OTHER))
     scene.recv(1, 0, LARGE)
     outcome = mail.play(scene)
-    assert outcome.records[0] == Record(MISMATCH, 1, 7, 1, FINGERPRINT)
-    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER)
+    assert outcome.records[0] == Record(MISMATCH, 1, 7, 1, FINGERPRINT, OTHER)
+    assert outcome.records[1] == Record(MISMATCH, 0, 7, 1, OTHER, FINGERPRINT)
 
 
 def test_an_exchange_that_one_rank_refuses_ends_on_both_at_once(
@@ -218,7 +218,7 @@ def test_a_refused_sender_is_told_by_its_next_call_at_the_latest(
     assert [record.code for record in mail.play(scene).records] == [0, MISMATCH]
     scene = Scene(2, fresh=False, budget=10**18)
     scene.send(0, 1, content(rng, SMALL))
-    assert mail.play(scene).records[0] == Record(MISMATCH, 1, 7, 1, FINGERPRINT)
+    assert mail.play(scene).records[0] == Record(MISMATCH, 1, 7, 1, FINGERPRINT, OTHER)
 
 
 @pytest.mark.parametrize("nbytes", [0, SMALL, LARGE])
@@ -230,6 +230,7 @@ def test_a_sender_that_never_comes_is_named_when_the_budget_is_spent(
     outcome = mail.play(scene)
     record = outcome.records[1]
     assert (record.code, record.rank, record.lane, record.epoch) == (TIMEOUT, 2, 7, 1)
+    assert (record.mine, record.abort) == (FINGERPRINT, 0)
     assert 5_000_000 <= record.detail < 6_000_000
     assert outcome.untouched(call)
     assert [outcome.records[rank].code for rank in (0, 2)] == [0, 0]

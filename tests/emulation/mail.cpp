@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "host.h"
 #include "runtime.h"
 
 #include "mail.cuh"
@@ -24,13 +25,14 @@ using namespace cupy_zc;
 struct Scene {
     u32 size, streams, threads, fresh, letters, slots, tracks, unused;
     u64 letter, slot, budget, seed, messages, passed;
+    u64 lost, lost_after;  // what the host says in the records, and when
 };
 struct Call {
     u64 push_peer, push_bytes, push_fingerprint, drain_peer, drain_bytes, drain_fingerprint;
     u32 input_skew, output_skew;
     u64 after;  // 0, or a call of the scene by number from 1 on: its end comes first
 };
-static_assert(sizeof(Scene) == 80 && sizeof(Call) == 64, "the test packs them");
+static_assert(sizeof(Scene) == 96 && sizeof(Call) == 64, "the test packs them");
 
 constexpr u64 GUARD = 64;
 constexpr unsigned char POISON = 0xa5, SCRIBBLE = 0x5a;
@@ -191,6 +193,8 @@ void serve(const Scene& scene) {
             fibers.back().body = &bodies[body];
         }
     }
+    const Host host(records, scene.lost, scene.lost_after);
+    host.join(fibers);
     emulation::run(fibers, scene.seed);
 
     give(records.data(), records.size() * sizeof(ErrorRecord));
