@@ -9,8 +9,9 @@
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
 //             the peer refused a message, and where the budget is spent: then the peer is named.
 //             Where the host gave a rank up, it fails as if that one had spent the budget
-//   greet     waits for the header of the message. One that is not expected is reported, and
-//             refused: the peer finds that out when it waits, or calls again, and reports it too
+//   greet     waits for the header of the message, and gives the number of tracks that it takes, or
+//             0. One that is not expected is reported, and refused: the peer finds that out when it
+//             waits, or calls again, and reports it too
 //   failure   the first one ends the mail of the whole rank: later calls return at once
 //   order     the words of a Desk that one peer writes are relaxed, except `refused`, and the
 //             counters of slots, which mail.cu uses; the own Progress is ordered by the streams
@@ -27,9 +28,14 @@ class Channel {
     const MailPart& part;
     const bool push;  // which end
     const u32 track;
+    const u32 blocks;  // of this part of the launch
 
-    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track)
-        : part(push ? args.push : args.drain), push(push), track(track), args_(args) {
+    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track, u32 blocks)
+        : part(push ? args.push : args.drain),
+          push(push),
+          track(track),
+          blocks(blocks),
+          args_(args) {
         number_ = load_relaxed(&progress().messages) + 1;
     }
 
@@ -76,28 +82,27 @@ class Channel {
         return load_relaxed(&mine().taken) + args_.letters >= number_;
     }
     __device__ __forceinline__ void send_header() const {
-        store_packets(letter(), {part.fingerprint, part.bytes}, flag());
+        const u64 tracks = blocks;
+        store_packets(letter(), {part.fingerprint, part.bytes | tracks << BLOCKS_SHIFT}, flag());
     }
-    __device__ __forceinline__ bool greet() const {
+    __device__ __forceinline__ u32 greet() const {
         Pack header;
         if (!alive_until([&] { return load_packets(letter(), flag(), header); })) {
-            return false;
+            return 0;
         }
-        if (header.low == part.fingerprint && header.high == part.bytes) {
-            return true;
+        const u64 bytes = header.high & ((1ull << BLOCKS_SHIFT) - 1);
+        if (header.low == part.fingerprint && bytes == part.bytes) {
+            return static_cast<u32>(header.high >> BLOCKS_SHIFT);
         }
         store_relaxed(&theirs().expected, part.fingerprint);
         store_relaxed(&theirs().sent, header.low);
         store_release(&theirs().refused, number_);
         report(CODE_MISMATCH, peer(), number_, header.low, part.fingerprint);
-        return false;
+        return 0;
     }
 
-    // The start of a message that goes through slots, by one thread of each block.
+    // The start of a push through slots, by one thread of each block.
     __device__ __forceinline__ bool start() const {
-        if (!push) {
-            return greet();
-        }
         if (track != 0) {
             return alive();
         }
@@ -132,7 +137,7 @@ class Channel {
     }
 
     // By one thread of every block that passed the message, after all of the block have.
-    __device__ __forceinline__ void leave(u32 blocks) const {
+    __device__ __forceinline__ void leave() const {
         if (blocks > 1) {
             if (atomic_add(&progress().tickets, 1) + 1 != blocks) {
                 return;

@@ -132,7 +132,7 @@ class Timer {
 
     __device__ __forceinline__ u64 waited() const { return waited_; }
 
-    // Where it is due: 1 + a rank that the host gave up, as far as this wait has looked; 0 for none.
+    // Where it is due: 1 + a rank that the host gave up; 0 for none, or too soon to look.
     __device__ __forceinline__ u64 lost(u64 error) {
         const u32 look = static_cast<u32>(waited_ / LOOK);
         if (look == looked_) {

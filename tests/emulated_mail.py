@@ -25,6 +25,8 @@ class Call:
     size: int = 0
     sent: int = FINGERPRINT
     expected: int = FINGERPRINT
+    #: That the push may use; 0 for all.
+    tracks: int = 0
     input_skew: int = 0
     output_skew: int = 0
     #: A call that must have ended before.
@@ -74,9 +76,9 @@ class Scene:
         self.streams.setdefault((rank, stream), []).append(call)
         return call
 
-    def send(self, rank: int, to: int, data: bytes, skew: int = 0) -> Call:
+    def send(self, rank: int, to: int, data: bytes, skew: int = 0, tracks: int = 0) -> Call:
         """A send, beside the stream on which the rank receives."""
-        return self.add(rank, Call(to, data, input_skew=skew), "sends")
+        return self.add(rank, Call(to, data, input_skew=skew, tracks=tracks), "sends")
 
     def recv(self, rank: int, origin: int, size: int, skew: int = 0, stream: str = "main") -> Call:
         """A recv."""
@@ -149,9 +151,10 @@ class Mail(Emulation):
             for call in stream:
                 message += [
                     struct.pack(
-                        "<6Q2IQ", call.to % (1 << 64), len(call.data), call.sent,
-                        call.origin % (1 << 64), call.size, call.expected, call.input_skew,
-                        call.output_skew, numbers[id(call.after)] if call.after else 0,
+                        "<7Q2IQ", call.to % (1 << 64), len(call.data), call.sent,
+                        call.origin % (1 << 64), call.size, call.expected,
+                        call.tracks or scene.tracks, call.input_skew, call.output_skew,
+                        numbers[id(call.after)] if call.after else 0,
                     ),
                     call.data,
                 ]  # fmt: skip

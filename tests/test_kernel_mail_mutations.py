@@ -73,11 +73,18 @@ MUTATIONS = {
     "flags of a header": ("channel.cuh", "flag(), header);", "flag(), header) || true;"),
     "flags other than 0": ("channel.cuh", "number_ % 0xffffffff + 1", "number_"),
     "comparison of fingerprints": ("channel.cuh", "header.low == part.fingerprint && ", ""),
-    "comparison of lengths": ("channel.cuh", " && header.high == part.bytes", ""),
+    "comparison of lengths": ("channel.cuh", "bytes == part.bytes", "bytes != ~0ull"),
     "header of a letter before its data": (
-        "mail.cu", "!= blockDim.x - 1 || channel.greet()", "!= blockDim.x - 1 || true"),
+        "mail.cu", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
     "header of slots before their data": (
-        "channel.cuh", "return greet();", "return true;"),
+        "mail.cu", "tracks = channel.greet();", "tracks = channel.blocks;"),
+    "tracks of the sender": (
+        "mail.cu", "if (tracks != 0) {", "if (tracks != 0 && (tracks = channel.blocks) != 0) {"),
+    "tracks in a header": (
+        "channel.cuh", "const u64 tracks = blocks;", "const u64 tracks = blocks > 1 ? 2 : 1;"),
+    "tracks that a message leaves out": (
+        "mail.cu", "channel.track < tracks ? channel.track * chunk : part.bytes",
+        "channel.track * chunk"),
     "refusal": ("channel.cuh", "refused, number_)", "refused, 0)"),
     "advance of the number": ("channel.cuh", "messages, number_)", "messages, number_ - 1)"),
     "wait of the last to leave": ("channel.cuh", ", 1) + 1 != blocks", ", 1) + 1 == 0"),

@@ -41,6 +41,7 @@ class MailPart(ctypes.Structure):
 
     _fields_ = (
         ("array", _u64), ("bytes", _u64), ("fingerprint", _u64), ("area", _u64), ("peer", _u64),
+        ("blocks", _u64),
     )  # fmt: skip
 
 
@@ -75,11 +76,11 @@ class MailSizes(NamedTuple):
         letters = self.letters * (128 + 2 * self.letter)
         return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
 
-    def blocks(self, nbytes: int) -> int:
-        """Blocks that pass a message, on either side."""
+    def blocks(self, nbytes: int, tracks: int) -> int:
+        """Blocks of one side of a message that may take so many tracks."""
         if nbytes <= self.letter:
             return 1
-        return min(self.tracks, -(-nbytes // self.slot))
+        return min(tracks, -(-nbytes // self.slot))
 
 
 class MailLaunch(NamedTuple):
@@ -154,6 +155,7 @@ class DeviceMail:
             MismatchError: a ``recv`` of this rank from itself finds no message that fits.
         """
         given, taken, peer = letter.given, letter.taken, letter.peer
+        tracks = self._sizes.tracks
         if peer == self.rank:
             return self._to_itself(letter, stream), None
         if given is not None and taken is not None:
@@ -162,21 +164,22 @@ class DeviceMail:
             if clash:
                 with stream:
                     source = source.copy(order="K")  # freed in the order of the stream
-            made = self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+            both = (source.data.ptr, given), (taken.info.ptr, taken)
+            made = self._launch(peer, *both, stream, tracks)
             reason = "in_array overlaps out_array, so it was copied" if clash else ""
             done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
             return done, None if clash else made
         if taken is not None:
-            made = self._launch(peer, None, (taken.info.ptr, taken), stream)
+            made = self._launch(peer, None, (taken.info.ptr, taken), stream, tracks)
             return Transfer("recv", "push", True, "", taken.nbytes), made
         assert given is not None  # a letter has one of the two
         if self._driver.capture_info(stream) is not None:
-            self._launch(peer, (given.info.ptr, given), None, stream)
+            self._launch(peer, (given.info.ptr, given), None, stream, tracks)
             return Transfer("send", "push", True, "", given.nbytes), None
         copy = self._copy(given, stream)
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
-        self._launch(peer, (copy.data.ptr, given), None, ahead)
+        self._launch(peer, (copy.data.ptr, given), None, ahead, tracks)
         self._pool.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
         return Transfer("send", "copy", False, reason, given.nbytes), None
@@ -202,16 +205,20 @@ class DeviceMail:
         push: tuple[int, Parcel] | None,
         drain: tuple[int, Parcel] | None,
         stream: Any,
+        tracks: int,
     ) -> MailLaunch:
+        """Push, drain, or both; a push through 1 to all ``tracks``, which its receiver learns."""
         args = MailArgs.from_buffer_copy(self._template)
         blocks = 0
-        for part, what in ((args.push, push), (args.drain, drain)):
+        sides = (args.push, push, tracks), (args.drain, drain, self._sizes.tracks)
+        for part, what, usable in sides:
             if what is not None:
                 pointer, parcel = what
                 part.array, part.bytes = pointer, parcel.nbytes
                 part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
                 part.area, part.peer = self._areas[peer], peer
-                blocks += self._sizes.blocks(parcel.nbytes)
+                part.blocks = usable
+                blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(self._function, blocks, ctypes.addressof(parameters), (args, parameters))
         made(stream)
