@@ -28,14 +28,9 @@ class Channel {
     const MailPart& part;
     const bool push;  // which end
     const u32 track;
-    const u32 blocks;  // of this part of the launch
 
-    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track, u32 blocks)
-        : part(push ? args.push : args.drain),
-          push(push),
-          track(track),
-          blocks(blocks),
-          args_(args) {
+    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track)
+        : part(push ? args.push : args.drain), push(push), track(track), args_(args) {
         number_ = load_relaxed(&progress().messages) + 1;
     }
 
@@ -82,7 +77,7 @@ class Channel {
         return load_relaxed(&mine().taken) + args_.letters >= number_;
     }
     __device__ __forceinline__ void send_header() const {
-        const u64 tracks = blocks;
+        const u64 tracks = blocks();
         store_packets(letter(), {part.fingerprint, part.bytes | tracks << BLOCKS_SHIFT}, flag());
     }
     __device__ __forceinline__ u32 greet() const {
@@ -113,6 +108,9 @@ class Channel {
         return good;
     }
 
+    // Of this part of the launch. Counted again where it is asked for: registers are few.
+    __device__ __forceinline__ u32 blocks() const { return mail_blocks(args_, part); }
+
     // Packets of 16 bytes of the data of a letter.
     __device__ __forceinline__ void send(u64 index, const Pack& pack) const {
         store_packets(packets_of(index), pack, flag());
@@ -138,8 +136,9 @@ class Channel {
 
     // By one thread of every block that passed the message, after all of the block have.
     __device__ __forceinline__ void leave() const {
-        if (blocks > 1) {
-            if (atomic_add(&progress().tickets, 1) + 1 != blocks) {
+        const u32 leavers = blocks();
+        if (leavers > 1) {
+            if (atomic_add(&progress().tickets, 1) + 1 != leavers) {
                 return;
             }
             store_relaxed(&progress().tickets, 0);

@@ -84,11 +84,24 @@ static __device__ __forceinline__ void drain_letter(const Channel& channel) {
     }
 }
 
-// The chunks of one track through its slots, in either direction, of a message that takes so many
-// tracks. `good`: of the first thread, whether it may start.
-static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 chunk, u32 tracks,
-                                                  bool good) {
+// How many tracks a message takes, for all threads of a drain; 0: it is not to be had.
+static __device__ __forceinline__ u32 tracks_said(const Channel& channel) {
+    CUPY_ZC_SHARED(u32, tracks);
+    if (threadIdx.x == 0) {
+        tracks = channel.greet();
+    }
+    __syncthreads();
+    return tracks;
+}
+
+// The chunks of one track through its slots, in either direction.
+static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 chunk) {
     const MailPart& part = channel.part;
+    const u32 tracks = channel.push ? channel.blocks() : tracks_said(channel);
+    if (tracks == 0) {
+        return;
+    }
+    bool good = !channel.push || threadIdx.x != 0 || channel.start();
     u64 passed = load_relaxed(&channel.passed());
     u64 at = channel.track < tracks ? channel.track * chunk : part.bytes;
     for (; at < part.bytes; at += tracks * chunk) {
@@ -114,17 +127,6 @@ static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 ch
     }
 }
 
-static __device__ __forceinline__ void drain_slots(const Channel& channel, u64 chunk) {
-    CUPY_ZC_SHARED(u32, tracks);
-    if (threadIdx.x == 0) {
-        tracks = channel.greet();
-    }
-    __syncthreads();
-    if (tracks != 0) {
-        pass_slots(channel, chunk, tracks, true);
-    }
-}
-
 }  // namespace cupy_zc
 
 // Two blocks fit on a multiprocessor: a send that waits for its peer leaves room for other kernels.
@@ -136,16 +138,12 @@ extern "C" __global__ void __launch_bounds__(512, 2)
         return;
     }
     const bool push = blockIdx.x < pushers;
-    const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - pushers,
-                          push ? pushers : drainers);
-    const bool fits = channel.part.bytes <= args.letter;
-    if (push && fits) {
-        push_letter(channel);
+    const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - pushers);
+    if (channel.part.bytes > args.letter) {
+        pass_slots(channel, args.slot);
     } else if (push) {
-        pass_slots(channel, args.slot, pushers, threadIdx.x != 0 || channel.start());
-    } else if (fits) {
-        drain_letter(channel);
+        push_letter(channel);
     } else {
-        drain_slots(channel, args.slot);
+        drain_letter(channel);
     }
 }

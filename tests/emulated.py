@@ -55,6 +55,7 @@ TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
 PROGRAMS = {
     "collectives": ("kernels.cpp", "pushes.cpp", "driver.cpp"),
     "mail": ("mail_kernel.cpp", "mail.cpp"),
+    "layout": ("layout.cpp",),
 }
 
 
