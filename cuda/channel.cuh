@@ -4,7 +4,7 @@
 //   number    of a message on its channel, from 1: the order of the launches on either side. It
 //             lives in device memory and is advanced by the block that is the last to leave, when
 //             all others have read it. So replaying a graph is like calling again
-//   flag      of a letter's packets: 1 to 2^32 - 1 in turn, never the 0 of fresh memory
+//   flag      of a letter's packets: that of the number, see packets.cuh
 //   until     one wait, by any threads of a block; they must come together afterwards. It fails,
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
 //             the peer refused a message, and where the budget is spent: then the peer is named.
@@ -172,7 +172,7 @@ class Channel {
     __device__ __forceinline__ u64* packets_of(u64 index) const {
         return letter() + (LINE_BYTES + index * PACKET_BYTES) / 8;
     }
-    __device__ __forceinline__ u64 flag() const { return number_ % 0xffffffff + 1; }
+    __device__ __forceinline__ u64 flag() const { return packet_flag(number_); }
 
     __device__ __forceinline__ void report(Code code, u32 rank, u64 number, u64 detail,
                                            u64 mine) const {

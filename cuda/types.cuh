@@ -48,7 +48,7 @@ struct Args {
     u64 input_location;  // arena << 48 | offset, or STAGED
     u64 output_location;
     u64 count;        // elements of a row
-    u64 fingerprint;  // of all that ranks must agree on, grid and block included
+    u64 fingerprint;  // of operation, element type, reduction, root, order and count
     u64 windows;      // address of u64[size][arenas]: bases of the windows as mapped here
     u64 error;        // address of an ErrorRecord, zeroed by the host
     u64 lane;         // number of the lane, for the record

@@ -71,7 +71,7 @@ MUTATIONS = {
     "room for a letter": ("channel.cuh", "args_.letters >=", "args_.letters + 1 >="),
     "flags of data": ("channel.cuh", "flag(), pack);", "flag(), pack) || true;"),
     "flags of a header": ("channel.cuh", "flag(), header);", "flag(), header) || true;"),
-    "flags other than 0": ("channel.cuh", "number_ % 0xffffffff + 1", "number_"),
+    "flags other than 0": ("packets.cuh", "number % 0xffffffff + 1", "number"),
     "comparison of fingerprints": ("channel.cuh", "header.low == part.fingerprint && ", ""),
     "comparison of lengths": ("channel.cuh", "bytes == part.bytes", "bytes != ~0ull"),
     "header of a letter before its data": (
