@@ -54,9 +54,16 @@ class Args(ctypes.Structure):
 
 
 class Record(ctypes.Structure):
-    """What went wrong first on a lane; memory that kernels write and the host reads."""
+    """What went wrong first on a lane; memory that kernels write and the host reads.
 
-    _fields_ = (("code", _u32), ("rank", _u32), ("lane", _u64), ("epoch", _u64), ("detail", _u64))
+    But for ``abort``, which the host writes: 0, or 1 + a rank that cannot come any more, for which
+    no kernel waits longer.
+    """
+
+    _fields_ = (
+        ("code", _u32), ("rank", _u32), ("lane", _u64), ("epoch", _u64), ("detail", _u64),
+        ("mine", _u64), ("abort", _u64),
+    )  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -150,4 +157,4 @@ def _check(kind: Any, size: int) -> None:
 
 
 _check(Args, 192)
-_check(Record, 32)
+_check(Record, 48)

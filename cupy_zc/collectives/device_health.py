@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any, TypeAlias
+from typing import Any
 
-from ..errors import ClosedError, Error, MismatchError, PeerTimeoutError
+from ..errors import ClosedError, Error, PeerTimeoutError
 from ..group.naming import name_ranks
 from ..group.waiting import WARN_AFTER
-from .device_args import MISMATCH, Record, described
+from .device_args import Record
+from .device_failures import Describe, failure_in_words
 
-__all__ = ["Health", "failure_in_words"]
+__all__ = ["Health"]
 
 _log = logging.getLogger("cupy_zc")
 
-Describe: TypeAlias = Callable[[int], str]
-
-#: Seconds that kernels are given to find out why a peer has gone.
+#: Seconds that kernels are given to find out why a peer has gone, or to end without it: what it did
+#: before it went may be all that they need.
 SETTLE = 0.5
+#: Seconds between two looks at who has gone.
+LOOK = 0.05
 #: Seconds: how long a wait polls without a pause; by how much its pauses grow; the longest one.
 SPIN, PAUSE, LONGEST_PAUSE = 100e-6, 20e-6, 1e-3
 
@@ -101,12 +103,19 @@ class Health:
             missing: Gives the ranks that have not come to the call that this one is in.
         """
         began = time.monotonic()
-        pause, warned = 0.0, False
+        pause, warned, look = 0.0, False, LOOK
+        gone_since: float | None = None
         while not point.done:
             waited = time.monotonic() - began
             if waited > SPIN:
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, pause + PAUSE)
+            if waited > look:
+                look = waited + LOOK
+                gone = self._departed()
+                gone_since = (waited if gone_since is None else gone_since) if gone else None
+                if gone and gone_since is not None and waited - gone_since > SETTLE:
+                    self._give_up(min(gone))
             if waited > WARN_AFTER and not warned:
                 warned = True
                 ranks = missing()
@@ -115,6 +124,11 @@ class Health:
                     self._rank, WARN_AFTER, name_ranks(ranks) if ranks else "work on its stream",
                     self._timeout,
                 )  # fmt: skip
+
+    def _give_up(self, rank: int) -> None:
+        """Let kernels that wait end now: a rank cannot come any more."""
+        for record in self._records:
+            record.abort = 1 + rank
 
     def close(self) -> None:
         """Nobody is to be told anything any more."""
@@ -139,38 +153,3 @@ class Health:
 
 def _nothing() -> None:
     """In the place of what must not be called any more."""
-
-
-def failure_in_words(
-    record: Record, call: object, rank: int, budget: float, describe: Describe | None
-) -> Error:
-    """The error of a call that failed on the device.
-
-    Args:
-        record: What the kernel left.
-        call: Where the host found it, which is a later call.
-        rank: This one.
-        budget: Seconds that the kernel waited at most.
-        describe: Of a message, where it was a point-to-point call: what a fingerprint stands for.
-    """
-    peer, where = record.rank, f"{call} (rank {rank})"
-    if describe is not None:
-        what = f"message {record.epoch} between rank {rank} and rank {peer}"
-    else:
-        what = f"call {record.epoch} of lane {record.lane}"
-    if record.code == MISMATCH and describe is not None:
-        return MismatchError(
-            f"{where}: in {what} rank {peer} has {describe(record.detail)}, which is not what "
-            f"rank {rank} has; ranks must receive in the order in which arrays were sent; nothing "
-            "was written"
-        )
-    if record.code == MISMATCH:
-        return MismatchError(
-            f"{where}: the ranks do not make the same call: in {what} rank {peer} is at "
-            f"{described(record.detail)}, and rank {rank} is not; nothing was written"
-        )
-    return PeerTimeoutError(
-        f"{where}: rank {peer} did not come to {what} within {budget:g} s; it may have died, or "
-        "make other calls than this rank; CUPY_ZC_TIMEOUT or timeout= give it more time",
-        [peer],
-    )

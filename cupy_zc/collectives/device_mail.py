@@ -25,6 +25,7 @@ from .call import Transfer
 from .checks import Checker, overlap
 from .device_args import mix, nanoseconds, unmix
 from .device_lane import Records
+from .device_plan import KEPT_FREE
 from .dtypes import DTYPES
 from .point_to_point import Letter, Parcel
 
@@ -43,6 +44,7 @@ class MailPart(ctypes.Structure):
 
     _fields_ = (
         ("array", _u64), ("bytes", _u64), ("fingerprint", _u64), ("area", _u64), ("peer", _u64),
+        ("blocks", _u64),
     )  # fmt: skip
 
 
@@ -77,11 +79,11 @@ class MailSizes(NamedTuple):
         letters = self.letters * (128 + 2 * self.letter)
         return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
 
-    def blocks(self, nbytes: int) -> int:
-        """Blocks that pass a message, on either side."""
+    def blocks(self, nbytes: int, tracks: int) -> int:
+        """Blocks of one side of a message that may take so many tracks."""
         if nbytes <= self.letter:
             return 1
-        return min(self.tracks, -(-nbytes // self.slot))
+        return min(tracks, -(-nbytes // self.slot))
 
 
 class MailLaunch(NamedTuple):
@@ -137,6 +139,8 @@ class DeviceMail:
         self._function = load(self._device, KernelName("mail.cu", "mail"))
         self._pool = MemoryPool(driver=driver)
         self._streams: dict[int, Any] = {}
+        #: Of a send that may wait: all of them together leave the collectives their room.
+        self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
         #: What this rank sent to itself.
         self._own: deque[tuple[Any, Any]] = deque()
         self._template = MailArgs(
@@ -155,6 +159,7 @@ class DeviceMail:
             MismatchError: a ``recv`` of this rank from itself finds no message that fits.
         """
         given, taken, peer = letter.given, letter.taken, letter.peer
+        tracks = self._sizes.tracks
         if peer == self.rank:
             return self._to_itself(letter, stream), None
         if given is not None and taken is not None:
@@ -163,25 +168,26 @@ class DeviceMail:
             if clash:
                 with stream:
                     source = source.copy(order="K")  # freed in the order of the stream
-            if not self._in_turn(peer):
-                self._swap_behind(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
-                made = None
+            both = (source.data.ptr, given), (taken.info.ptr, taken)
+            made = None
+            if self._in_turn(peer):
+                made = self._launch(peer, *both, stream, tracks)
             else:
-                made = self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+                self._swap_behind(peer, *both, stream)
             reason = "in_array overlaps out_array, so it was copied" if clash else ""
             done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
             return done, None if clash else made
         if taken is not None:
-            made = self._launch(peer, None, (taken.info.ptr, taken), stream)
+            made = self._launch(peer, None, (taken.info.ptr, taken), stream, tracks)
             return Transfer("recv", "push", True, "", taken.nbytes), made
         assert given is not None  # a letter has one of the two
         if self._driver.capture_info(stream) is not None:
-            self._launch(peer, (given.info.ptr, given), None, stream)
+            self._launch(peer, (given.info.ptr, given), None, stream, tracks)
             return Transfer("send", "push", True, "", given.nbytes), None
         copy = self._copy(given, stream)
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
-        self._launch(peer, (copy.data.ptr, given), None, ahead)
+        self._launch(peer, (copy.data.ptr, given), None, ahead, self._patient_tracks)
         self._pool.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
         return Transfer("send", "copy", False, reason, given.nbytes), None
@@ -207,16 +213,20 @@ class DeviceMail:
         push: tuple[int, Parcel] | None,
         drain: tuple[int, Parcel] | None,
         stream: Any,
+        tracks: int,
     ) -> MailLaunch:
+        """Push, drain, or both; a push through 1 to all ``tracks``, which its receiver learns."""
         args = MailArgs.from_buffer_copy(self._template)
         blocks = 0
-        for part, what in ((args.push, push), (args.drain, drain)):
+        sides = (args.push, push, tracks), (args.drain, drain, self._sizes.tracks)
+        for part, what, usable in sides:
             if what is not None:
                 pointer, parcel = what
                 part.array, part.bytes = pointer, parcel.nbytes
                 part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
                 part.area, part.peer = self._areas[peer], peer
-                blocks += self._sizes.blocks(parcel.nbytes)
+                part.blocks = usable
+                blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(
             self._function, blocks, ctypes.addressof(parameters), (args, parameters),
@@ -247,8 +257,9 @@ class DeviceMail:
         """
         ahead = self._streams[peer]
         ahead.wait_event(self._driver.record_event(stream))
-        self._launch(peer, push, None, ahead)
-        self._launch(peer, None, drain, stream)
+        tracks = self._sizes.tracks
+        self._launch(peer, push, None, ahead, tracks)
+        self._launch(peer, None, drain, stream, tracks)
         stream.wait_event(self._driver.record_event(ahead))
 
     def _stream_to(self, peer: int) -> Any:
