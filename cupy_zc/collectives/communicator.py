@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from ..arrays import copyto
 from ..driver.api import Driver
 from ..errors import Error, InvalidTypeError, InvalidValueError, LiveGraphsError
 from ..group import Bootstrap, Channel, Topology, from_mpi, vote
@@ -203,7 +202,10 @@ class Communicator(Calls):
     def zeros(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
         """As :meth:`empty`, filled with zeros."""
         array = self._symmetric("zeros", shape, dtype, order)
-        copyto(array, np.zeros((), array.dtype))
+        # No kernel of CuPy: to load it, CUDA may wait for one of another rank in this process.
+        with self._line.turn("zeros"):
+            stream = self._driver.current_stream()
+            self._driver.fill(array.data.ptr, 0, array.nbytes, stream)
         return array
 
     def _symmetric(self, call: str, shape: Any, dtype: Any, order: str) -> cupy.ndarray:

@@ -297,6 +297,10 @@ class Driver(Protocol):
         """
         ...
 
+    def fill(self, address: int, value: int, size: int, stream: Any) -> None:
+        """Set bytes of device memory, in the order of a stream; the host driver does it at once."""
+        ...
+
     # Bytes, for those who may wait for them
     def read(self, address: int, size: int) -> bytes:
         """Copy device memory to the host, after all work of the current stream."""

@@ -425,6 +425,8 @@ class CudaDriver:
 
     def fill(self, address: int, value: int, size: int, stream: Any) -> None:
         """Enqueue to set bytes of device memory."""
+        if not size:
+            return
         with _runtime_call("cudaMemsetAsync", f"address={address:#x}, size={size}"):
             runtime.memsetAsync(address, value, size, stream.ptr)
 

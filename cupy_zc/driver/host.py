@@ -202,6 +202,14 @@ class HostDriver(HostMemory):
             self._space.check_bytes(call, address, size)
             return ctypes.string_at(address, size)
 
+    def fill(self, address: int, value: int, size: int, stream: Any) -> None:
+        """Set bytes of mapped memory, at once, whatever is enqueued."""
+        del stream
+        call = "cuMemsetD8"
+        with self._entered(call):
+            self._space.check_bytes(call, address, size)
+            ctypes.memset(address, value, size)
+
     def write(self, address: int, data: bytes) -> None:
         """Copy bytes to mapped memory, after all work of the current stream."""
         call = "cuMemcpyHtoD"
