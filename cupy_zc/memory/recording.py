@@ -317,5 +317,6 @@ def _segment(segment: Segment) -> dict[str, Any]:
 
 
 def _words(site: _Site) -> list[str]:
-    """A site as people read it, the innermost caller first."""
-    return [f"{code.co_filename}:{line} in {code.co_name}" for code, line in site]
+    """A site as people read it, the innermost caller first; paths from the current directory."""
+    here = f"{Path.cwd()}{os.sep}"
+    return [f"{code.co_filename.removeprefix(here)}:{at} in {code.co_name}" for code, at in site]

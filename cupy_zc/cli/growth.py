@@ -1,0 +1,125 @@
+"""What is in a pool, in groups of blocks that are alike, and which groups only ever grow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from ..memory.snapshot import show_bytes
+
+__all__ = ["Group", "groups", "growing", "sentence"]
+
+#: Blocks a group must have gained to be called growing.
+LEAST = 3
+#: Moments at which groups are counted, evenly over the recording, the last one its end.
+MOMENTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks of one size from one place of the program that are there at the end."""
+
+    device: int
+    #: Bytes of one block.
+    size: int
+    count: int
+    #: The place, innermost caller first; empty where it was not recorded.
+    site: tuple[str, ...]
+    #: The arrays in them, such as ``float32 (1024, 512)``; empty where nobody looked.
+    array: str
+    #: The path that keeps them alive, with ``[*]`` for numbers that differ; empty if not known.
+    held_by: str
+    #: How many others of this size and place came and went.
+    gone: int
+    #: Blocks there at each of the moments.
+    counts: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its blocks."""
+        return self.size * self.count
+
+    @property
+    def grows(self) -> bool:
+        """Whether it never got smaller, and gained in both halves of the recording."""
+        first, middle, last = self.counts[0], self.counts[MOMENTS // 2], self.counts[-1]
+        steady = all(before <= after for before, after in pairwise(self.counts))
+        return steady and first < middle < last and last - first >= LEAST
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "bytes": self.bytes, "grows": self.grows}
+
+
+def groups(film: dict[str, Any]) -> list[Group]:
+    """All groups of a film, those with most bytes first."""
+    sorted_out: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for block in film["blocks"]:
+        site = tuple(film["sites"][block["site"]]) if block["site"] is not None else ()
+        sorted_out.setdefault((block["device"], block["size"], site), []).append(block)
+    seconds = film["seconds"]
+    moments = [seconds * (at + 1) / MOMENTS for at in range(MOMENTS)]
+    found = []
+    for (device, size, site), blocks in sorted_out.items():
+        there = [block for block in blocks if block["to"] is None]
+        if not there:
+            continue
+        arrays = [array for block in there for array in block["arrays"]]
+        group = Group(
+            device=device,
+            size=size,
+            count=len(there),
+            site=site,
+            array=_common(f"{a['dtype']} ({', '.join(map(str, a['shape']))})" for a in arrays),
+            held_by=_common(re.sub(r"\[\d+\]", "[*]", a["held_by"] or "") for a in arrays),
+            gone=len(blocks) - len(there),
+            counts=tuple(_count(blocks, at) for at in moments),
+        )
+        found.append(group)
+    return sorted(found, key=lambda group: (-group.bytes, group.size, group.site))
+
+
+def growing(all_groups: Iterable[Group]) -> list[Group]:
+    """The groups that look like a leak."""
+    return [group for group in all_groups if group.grows]
+
+
+def sentence(group: Group, seconds: float) -> str:
+    """What is to be said of a group that grows."""
+    gained = group.counts[-1] - group.counts[0]
+    took = seconds * (MOMENTS - 1) / MOMENTS
+    text = (
+        f"{group.count} blocks of {show_bytes(group.size)} are in use at the end "
+        f"({show_bytes(group.bytes)}), one more every {_duration(took / gained)}"
+    )
+    text += f", {group.gone} given back" if group.gone else ", none given back"
+    if group.site:
+        text += f". They come from {group.site[0]}"
+    if group.array:
+        text += f". They hold {group.array}"
+    if group.held_by:
+        text += f". {group.held_by} keeps them alive"
+    return f"{text}."
+
+
+def _count(blocks: list[dict[str, Any]], at: float) -> int:
+    return sum(b["from"] <= at and (b["to"] is None or b["to"] > at) for b in blocks)
+
+
+def _common(words: Iterable[str]) -> str:
+    """The word that there is most of, and how many others there are."""
+    count: dict[str, int] = {}
+    for word in words:
+        count[word] = count.get(word, 0) + 1
+    if not count:
+        return ""
+    most = max(count, key=lambda word: count[word])
+    others = len(count) - 1
+    return f"{most} and {others} other{'s' * (others > 1)}" if most and others else most
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
