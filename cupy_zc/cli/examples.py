@@ -103,4 +103,4 @@ def run(
             command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise CannotError(f"{Path(command[-1]).name} did not end in {timeout:.0f} s") from error
+        raise CannotError(f"{Path(command[-1]).name} did not end in {timeout:g} s") from error

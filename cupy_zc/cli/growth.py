@@ -14,7 +14,7 @@ __all__ = ["Group", "groups", "growing", "sentence"]
 
 #: Blocks a group must have gained to be called growing.
 LEAST = 3
-#: Moments at which groups are counted, evenly over the recording, the last one its end.
+#: Moments at which groups are counted: looks, evenly over the recording, the last one its end.
 MOMENTS = 5
 
 
@@ -36,6 +36,8 @@ class Group:
     gone: int
     #: Blocks there at each of the moments.
     counts: tuple[int, ...]
+    #: Seconds from the first to the last of the moments.
+    span: float
 
     @property
     def bytes(self) -> int:
@@ -60,8 +62,8 @@ def groups(film: dict[str, Any]) -> list[Group]:
     for block in film["blocks"]:
         site = tuple(film["sites"][block["site"]]) if block["site"] is not None else ()
         sorted_out.setdefault((block["device"], block["size"], site), []).append(block)
-    seconds = film["seconds"]
-    moments = [seconds * (at + 1) / MOMENTS for at in range(MOMENTS)]
+    looks = [frame["at"] for frame in film["frames"]]
+    moments = [looks[(len(looks) - 1) * (at + 1) // MOMENTS] for at in range(MOMENTS)]
     found = []
     for (device, size, site), blocks in sorted_out.items():
         there = [block for block in blocks if block["to"] is None]
@@ -77,6 +79,7 @@ def groups(film: dict[str, Any]) -> list[Group]:
             held_by=_common(re.sub(r"\[\d+\]", "[*]", a["held_by"] or "") for a in arrays),
             gone=len(blocks) - len(there),
             counts=tuple(_count(blocks, at) for at in moments),
+            span=moments[-1] - moments[0],
         )
         found.append(group)
     return sorted(found, key=lambda group: (-group.bytes, group.size, group.site))
@@ -87,13 +90,12 @@ def growing(all_groups: Iterable[Group]) -> list[Group]:
     return [group for group in all_groups if group.grows]
 
 
-def sentence(group: Group, seconds: float) -> str:
+def sentence(group: Group) -> str:
     """What is to be said of a group that grows."""
     gained = group.counts[-1] - group.counts[0]
-    took = seconds * (MOMENTS - 1) / MOMENTS
     text = (
         f"{group.count} blocks of {show_bytes(group.size)} are in use at the end "
-        f"({show_bytes(group.bytes)}), one more every {_duration(took / gained)}"
+        f"({show_bytes(group.bytes)}), one more every {_duration(group.span / gained)}"
     )
     text += f", {group.gone} given back" if group.gone else ", none given back"
     if group.site:

@@ -29,7 +29,7 @@ def page(film: dict[str, Any], found: list[Group], summary: str) -> str:
     extra = {
         "growing": [
             {
-                "text": sentence(group, film["seconds"]),
+                "text": sentence(group),
                 "site": list(group.site),
                 "size": group.size,
                 "device": group.device,

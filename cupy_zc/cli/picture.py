@@ -39,7 +39,7 @@ def write_png(film: dict[str, Any], found: list[Group], path: Path) -> None:
     heights += [2.2] if moves else []
     if not heights:  # a pool that was never used
         heights = [1.0]
-    notes = [textwrap.fill(f"GROWS: {sentence(g, film['seconds'])}", 120) for g in grown]
+    notes = [textwrap.fill(f"GROWS: {sentence(g)}", 120) for g in grown]
     title = "\n".join([film["title"], *notes])
     size = (10, sum(heights) + 0.25 * (title.count("\n") + 3))
     figure = Figure(figsize=size, layout="constrained")

@@ -50,8 +50,7 @@ def command(file: Path, html: Path | None, png: Path | None, *, as_json: bool) -
                 "seconds": film["seconds"],
                 "devices": film["frames"][-1]["devices"],
                 "growing": [
-                    {**group.as_dict(), "text": sentence(group, film["seconds"])}
-                    for group in growing(found)
+                    {**group.as_dict(), "text": sentence(group)} for group in growing(found)
                 ],
                 "groups": [group.as_dict() for group in found],
             }
@@ -92,7 +91,7 @@ def _growth(film: dict[str, Any], found: list[Group]) -> Iterator[str]:
     grown = growing(found)
     yield "" if grown else "nothing grows from beginning to end"
     for group in grown:
-        yield f"GROWS: {sentence(group, film['seconds'])}"
+        yield f"GROWS: {sentence(group)}"
 
 
 def _table(found: list[Group]) -> Table:

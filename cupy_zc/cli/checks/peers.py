@@ -57,7 +57,7 @@ def measure(driver: str, ranks: int, *, patience: float = PATIENCE) -> Measured:
             command, env=environment, capture_output=True, text=True, timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
-        return Measured(False, f"did not end in {patience:.0f} s")
+        return Measured(False, f"did not end in {patience:g} s")
     try:
         said = json.loads(done.stdout.strip().rpartition("\n")[2])
         return Measured(bool(said["passed"]), str(said["words"]))

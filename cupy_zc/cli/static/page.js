@@ -268,8 +268,9 @@ function play() {
   if (stop) return;
   if (frame === film.frames.length - 1) show(0);
   playing = setInterval(() => {
-    if (frame === film.frames.length - 1) play(); else show(frame + 1);
-  }, Math.max(30, 8000 / film.frames.length));
+    show(frame + 1);
+    if (frame === film.frames.length - 1) play();
+  }, Math.min(400, Math.max(30, 8000 / film.frames.length)));
 }
 
 byId("about").textContent = `${film.kind} of a memory pool on the ${film.driver} driver, ${new Date(film.time * 1000).toISOString()}`
