@@ -10,7 +10,6 @@ large as the batch. The page and the text of `cupy-zc view` name the line and th
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ def step(weights: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Leak arrays on purpose, and record it.")
-    parser.add_argument("file", nargs="?", type=Path, help="where to save the recording")
+    parser.add_argument("file", nargs="?", type=Path, default="leak.json", help="to save it in")
     parser.add_argument("--steps", type=int, default=40, help="that leak")
     args = parser.parse_args()
-    path = args.file or Path(tempfile.gettempdir()) / "leak.json"
     pool = cupy_zc.install()
     try:
         weights = cupy.empty((2048, 2048), "f4")
@@ -45,8 +43,8 @@ def main() -> None:
                 if number % 10 == 0:
                     recording.mark(f"step {number}")
                 step(weights)
-        recording.save(path)
-        print(f"{args.steps} steps recorded; see them with: cupy-zc view {path}")
+        recording.save(args.file)
+        print(f"{args.steps} steps recorded; see them with: cupy-zc view {args.file}")
     finally:
         history.clear()
         cupy_zc.uninstall()
