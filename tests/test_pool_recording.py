@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import threading
 import time
 from typing import Any
 
 import cupy
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import cupy_zc
 from cupy_zc.driver.host import HostDriver
@@ -107,6 +111,35 @@ def test_a_stream_and_a_device_that_are_new_in_a_recording_get_a_fast_path(pool:
     key = pool.driver.stream_key(stream)
     assert 1024 in pool._hot[key]
     assert pool._default[0][1024]
+
+
+@hypothesis.given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([512, 1000, 4096, 3 * MiB])), max_size=25
+    )
+)
+def test_the_blocks_of_every_look_add_up_to_what_was_in_use(steps: list[tuple[int, int]]) -> None:
+    """Ends: a block that was merged, cut anew and handed out as often counted as the old one."""
+    pool = cupy_zc.MemoryPool(driver=HostDriver(), segment_size=2 * MiB)
+    places: dict[int, Any] = {}
+    with pool.record(interval=NEVER) as recording:
+        for place, size in steps:
+            if places.pop(place, None) is None or size % 1024:
+                places[place] = pool.malloc(size)
+            recording.mark("")
+    data = recording.data()
+    for frame in data["frames"]:
+        at = frame["at"]
+        there = [b for b in data["blocks"] if b["from"] <= at < (b["to"] or math.inf)]
+        assert sum(block["size"] for block in there) == sum(
+            device["used_bytes"] for device in frame["devices"]
+        )
+        spans = sorted((b["offset"], b["offset"] + b["size"]) for b in there)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        held = [s for s in data["segments"] if s["from"] <= at < (s["to"] or math.inf)]
+        assert sum(segment["size"] for segment in held) == sum(
+            device["total_bytes"] for device in frame["devices"]
+        )
 
 
 def test_it_looks_by_itself(pool: Any) -> None:

@@ -141,7 +141,7 @@ def test_json_has_the_same_facts(leak: Path) -> None:
     said = json.loads(view(leak, "--json").stdout)
     assert (said["kind"], len(said["growing"])) == ("recording", 1)
     (group,) = said["growing"]
-    assert (group["count"], group["size"], group["bytes"]) == (20, 2 * MiB, 40 * MiB)
+    assert (group["count"], group["most"], group["bytes"]) == (20, 2 * MiB, 40 * MiB)
     assert group["text"].startswith("20 blocks of 2 MiB")
     assert said["devices"][0]["used_blocks"] == 21
     assert [each["grows"] for each in said["groups"]] == [True, False]
@@ -209,8 +209,23 @@ def test_a_group_of_which_nothing_is_left_is_none() -> None:
     assert groups(film([(0.0, 1.0)])) == []
 
 
+def test_blocks_of_one_place_are_one_group_whatever_their_size() -> None:
+    """Ends: a leak of batches of different lengths was many groups of one, and none grew."""
+    leaking = film([(at / 2, None) for at in range(20)])
+    for at, block in enumerate(leaking["blocks"]):
+        block["size"] = 512 * (at + 1)
+    (group,) = groups(leaking)
+    assert group.grows
+    assert sentence(group).startswith(
+        "20 blocks of 512 B to 10 KiB are in use at the end (105 KiB)"
+    )
+    for block in leaking["blocks"]:
+        block["site"] = None
+    assert len(groups(leaking)) == 20
+
+
 def test_the_sentence_says_what_is_known_and_no_more() -> None:
-    group = Group(0, 512, 9, (), "", "", 2, (1, 3, 5, 7, 9), 8.0)
+    group = Group(0, (), 512, 512, 4608, 9, "", "", 2, (1, 3, 5, 7, 9), 8.0)
     assert sentence(group) == (
         "9 blocks of 512 B are in use at the end (4.5 KiB), one more every 1 s, 2 given back."
     )

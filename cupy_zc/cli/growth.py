@@ -6,11 +6,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..memory.snapshot import show_bytes
 
-__all__ = ["Group", "groups", "growing", "sentence"]
+__all__ = ["Group", "Key", "groups", "growing", "key_of", "sentence"]
+
+#: What blocks of a group have in common: device, place (innermost caller first), and the size where
+#: the place was not recorded, else 0. A leak of batches of different lengths is one leak.
+Key: TypeAlias = "tuple[int, tuple[str, ...], int]"
 
 #: Blocks a group must have gained to be called growing.
 LEAST = 3
@@ -20,19 +24,21 @@ MOMENTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks of one size from one place of the program that are there at the end."""
+    """Blocks from one place of the program, or else of one size, that are there at the end."""
 
     device: int
-    #: Bytes of one block.
-    size: int
-    count: int
     #: The place, innermost caller first; empty where it was not recorded.
     site: tuple[str, ...]
+    #: Bytes of the smallest and the largest one, and of all.
+    least: int
+    most: int
+    bytes: int
+    count: int
     #: The arrays in them, such as ``float32 (1024, 512)``; empty where nobody looked.
     array: str
     #: The path that keeps them alive, with ``[*]`` for numbers that differ; empty if not known.
     held_by: str
-    #: How many others of this size and place came and went.
+    #: How many others came and went.
     gone: int
     #: Blocks there at each of the moments.
     counts: tuple[int, ...]
@@ -40,9 +46,16 @@ class Group:
     span: float
 
     @property
-    def bytes(self) -> int:
-        """Of all its blocks."""
-        return self.size * self.count
+    def key(self) -> Key:
+        """See :func:`key_of`."""
+        return self.device, self.site, 0 if self.site else self.least
+
+    @property
+    def each(self) -> str:
+        """The size of one, or the two ends."""
+        if self.least == self.most:
+            return show_bytes(self.least)
+        return f"{show_bytes(self.least)} to {show_bytes(self.most)}"
 
     @property
     def grows(self) -> bool:
@@ -53,28 +66,37 @@ class Group:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "bytes": self.bytes, "grows": self.grows}
+        return {**asdict(self), "grows": self.grows}
+
+
+def key_of(film: dict[str, Any], block: dict[str, Any]) -> Key:
+    """The group that a block of a film belongs to."""
+    if block["site"] is None:
+        return block["device"], (), block["size"]
+    return block["device"], tuple(film["sites"][block["site"]]), 0
 
 
 def groups(film: dict[str, Any]) -> list[Group]:
     """All groups of a film, those with most bytes first."""
-    sorted_out: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    sorted_out: dict[Key, list[dict[str, Any]]] = {}
     for block in film["blocks"]:
-        site = tuple(film["sites"][block["site"]]) if block["site"] is not None else ()
-        sorted_out.setdefault((block["device"], block["size"], site), []).append(block)
+        sorted_out.setdefault(key_of(film, block), []).append(block)
     looks = [frame["at"] for frame in film["frames"]]
     moments = [looks[(len(looks) - 1) * (at + 1) // MOMENTS] for at in range(MOMENTS)]
     found = []
-    for (device, size, site), blocks in sorted_out.items():
+    for (device, site, _), blocks in sorted_out.items():
         there = [block for block in blocks if block["to"] is None]
         if not there:
             continue
         arrays = [array for block in there for array in block["arrays"]]
+        sizes = [block["size"] for block in there]
         group = Group(
             device=device,
-            size=size,
-            count=len(there),
             site=site,
+            least=min(sizes),
+            most=max(sizes),
+            bytes=sum(sizes),
+            count=len(there),
             array=_common(f"{a['dtype']} ({', '.join(map(str, a['shape']))})" for a in arrays),
             held_by=_common(re.sub(r"\[\d+\]", "[*]", a["held_by"] or "") for a in arrays),
             gone=len(blocks) - len(there),
@@ -82,7 +104,7 @@ def groups(film: dict[str, Any]) -> list[Group]:
             span=moments[-1] - moments[0],
         )
         found.append(group)
-    return sorted(found, key=lambda group: (-group.bytes, group.size, group.site))
+    return sorted(found, key=lambda group: (-group.bytes, group.key))
 
 
 def growing(all_groups: Iterable[Group]) -> list[Group]:
@@ -94,7 +116,7 @@ def sentence(group: Group) -> str:
     """What is to be said of a group that grows."""
     gained = group.counts[-1] - group.counts[0]
     text = (
-        f"{group.count} blocks of {show_bytes(group.size)} are in use at the end "
+        f"{group.count} blocks of {group.each} are in use at the end "
         f"({show_bytes(group.bytes)}), one more every {_duration(group.span / gained)}"
     )
     text += f", {group.gone} given back" if group.gone else ", none given back"

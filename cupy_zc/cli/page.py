@@ -25,24 +25,13 @@ def page(film: dict[str, Any], found: list[Group], summary: str) -> str:
         found: Its groups.
         summary: Text for browsers without scripts.
     """
-    grown = growing(found)
-    extra = {
-        "growing": [
-            {
-                "text": sentence(group),
-                "site": list(group.site),
-                "size": group.size,
-                "device": group.device,
-            }
-            for group in grown
-        ]
-    }
+    grown = [{"text": sentence(group), "key": group.key} for group in growing(found)]
     files = resources.files(__package__) / "static"
     values = {
         "title": escape(film["title"]),
         "style": (files / "page.css").read_text(encoding="utf-8"),
         "script": (files / "page.js").read_text(encoding="utf-8"),
         "summary": escape(summary),
-        "data": json.dumps({**film, **extra}).replace("<", "\\u003c"),
+        "data": json.dumps({**film, "growing": grown}).replace("<", "\\u003c"),
     }
     return Template((files / "page.html").read_text(encoding="utf-8")).substitute(values)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ..memory.snapshot import show_bytes
-from .growth import Group, growing, sentence
+from .growth import Group, growing, key_of, sentence
 
 __all__ = ["write_png"]
 
@@ -65,8 +65,7 @@ class _Map:
         self._last = film["frames"][-1]["devices"]
         self._segments = _there(film["segments"], device)
         self._blocks = _there(film["blocks"], device)
-        self._grown = {(each.size, each.site) for each in grown if each.device == device["device"]}
-        self._sites = film["sites"]
+        self._grown = {id(b) for b in self._blocks if key_of(film, b) in {g.key for g in grown}}
         extent = max((each["offset"] + each["size"] for each in self._segments), default=0)
         self.row = device["granule"]
         while self.row * _ROWS < extent:
@@ -113,9 +112,8 @@ class _Map:
         graphs = [each for each in self._segments if each["capture"] is not None]
         for block in self._blocks:
             at = block["offset"]
-            site = tuple(self._sites[block["site"]]) if block["site"] is not None else ()
             captured = any(s["offset"] <= at < s["offset"] + s["size"] for s in graphs)
-            grows = (block["size"], site) in self._grown
+            grows = id(block) in self._grown
             yield block, CAPTURE if captured else GROWS if grows else USED, _FILLED
         for segment in self._segments:
             if segment["registered"]:

@@ -104,7 +104,7 @@ def _table(found: list[Group]) -> Table:
         table.add_row(
             show_bytes(group.bytes),
             str(group.count),
-            show_bytes(group.size),
+            group.each,
             group.array or "-",
             group.held_by or "-",
             group.site[0] if group.site else "-",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from ..driver import Driver
 from ..errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["LIMIT", "parse_limit", "whole"]
+__all__ = ["LIMIT", "limit_bytes", "parse_limit", "whole"]
 
 #: The first limit of every pool, as in CuPy.
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -22,6 +23,21 @@ def whole(call: str, name: str, value: Any) -> int:
     if number < 0:
         raise InvalidValueError(call, name, value, "at least 0 bytes")
     return number
+
+
+def limit_bytes(call: str, driver: Driver, device: int, size: Any, fraction: Any) -> int:
+    """A limit given as bytes or as a fraction of a device's memory, in bytes; 0 for none."""
+    if size is not None:
+        if fraction is not None:
+            raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
+        return whole(call, "size", size)
+    if fraction is None:
+        return 0
+    if isinstance(fraction, str) or not hasattr(fraction, "__float__"):
+        raise InvalidTypeError(call, "fraction", fraction, "a number from 0 to 1")
+    if not 0 <= fraction <= 1:
+        raise InvalidValueError(call, "fraction", fraction, "0 to 1")
+    return int(float(fraction) * driver.memory_info(device).total)
 
 
 def parse_limit(text: str | None) -> tuple[int | None, float | None]:

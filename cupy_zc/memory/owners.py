@@ -69,9 +69,9 @@ def find_arrays(blocks: Collection[Block]) -> dict[Block, list[dict[str, Any]]]:
 
 def _holders(everything: list[Any], wanted: set[int]) -> _Holders:
     """Who holds the wanted objects, and who holds the containers among those, and so on."""
-    variables = list(_variables())
     found: _Holders = {}
-    for _ in range(_DEPTH):
+    variables = list(_variables()) if wanted else []
+    for _ in range(_DEPTH if wanted else 0):
         new: _Holders = {}
         for number, path in variables:
             if number in wanted:

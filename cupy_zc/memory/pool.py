@@ -19,10 +19,10 @@ from cupy.cuda import MemoryPointer, memory_hook
 
 from ..config import settings
 from ..driver import Driver, select
-from ..errors import DriverError, Error, InvalidTypeError, InvalidValueError
+from ..errors import DriverError, Error, InvalidValueError
 from .blocks import Bin, Block
 from .device import DevicePool
-from .limits import LIMIT, parse_limit, whole
+from .limits import LIMIT, limit_bytes, parse_limit, whole
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
 from .recording import Recording
 from .snapshot import PoolStatistics, SegmentInfo, segment_info, statistics, take_snapshot
@@ -84,7 +84,9 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         self._is_capturing = self._driver.is_capturing
         self._single = self._driver.device_count() == 1
         self._first_limit = parse_limit(os.environ.get(LIMIT))
-        self._limit(LIMIT, 0, *self._first_limit)  # raises now, not at the first request
+        limit_bytes(
+            LIMIT, self._driver, 0, *self._first_limit
+        )  # raises now, not at the first request
         self._start()
         _pools.add(self)
         reap()
@@ -112,7 +114,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             device = self._current_device()
         pool = self._devices.get(device)
         if pool is None:
-            limit = self._limit(LIMIT, device, *self._first_limit)
+            limit = limit_bytes(LIMIT, self._driver, device, *self._first_limit)
             made = DevicePool(self._driver, device, self._segment_size, limit, self._bins[0])
             with self._making:
                 pool = self._devices.setdefault(device, made)
@@ -282,21 +284,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         Raises:
             InvalidValueError: both given, or out of range.
         """
-        limit = self._limit("MemoryPool.set_limit", self._current_device(), size, fraction)
-        self.device_pool().limit = limit
-
-    def _limit(self, call: str, device: int, size: Any, fraction: Any) -> int:
-        if size is not None:
-            if fraction is not None:
-                raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
-            return whole(call, "size", size)
-        if fraction is None:
-            return 0
-        if isinstance(fraction, str) or not hasattr(fraction, "__float__"):
-            raise InvalidTypeError(call, "fraction", fraction, "a number from 0 to 1")
-        if not 0 <= fraction <= 1:
-            raise InvalidValueError(call, "fraction", fraction, "0 to 1")
-        return int(float(fraction) * self._driver.memory_info(device).total)
+        device, call = self._current_device(), "MemoryPool.set_limit"
+        self.device_pool().limit = limit_bytes(call, self._driver, device, size, fraction)
 
     def get_limit(self) -> int:
         """The limit on the current device in bytes, 0 for none."""

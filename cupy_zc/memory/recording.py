@@ -17,10 +17,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -52,8 +51,11 @@ _DEADLINE = 60.0
 #: Frames in these packages are not the program's.
 _OURS = frozenset({__name__.partition(".")[0], "cupy", "cupyx"})
 
+#: Two looks saw the same block where these are equal: only one hand-out is at one time and place.
+_SAME = ("device", "generation", "offset", "size", "from")
+
 _Site: TypeAlias = "tuple[tuple[CodeType, int], ...]"
-_Seen: TypeAlias = "dict[tuple[Any, ...], Callable[[], dict[str, Any]]]"
+_Seen: TypeAlias = "dict[tuple[Any, ...], dict[str, Any]]"
 
 
 class Recording:
@@ -240,13 +242,13 @@ class Recording:
             for pool in self._pool._device_pools():
                 runs = pool.runs()
                 figures.append({"device": pool.device, **asdict(statistics(pool, runs))})
-                for segment, offset, _, block in runs:
+                for segment, offset, size, block in runs:
                     about = _segment(segment)
-                    segments[tuple(about.values())] = about.copy
+                    segments[tuple(about.values())] = about
                     if block is not None:
                         used.add(block)
-                        key = (pool.device, segment.generation, offset, block.uses)
-                        blocks[key] = partial(self._block, block)
+                        about = {"offset": offset, "size": size, **self._origin(block)}
+                        blocks[tuple(about[name] for name in _SAME)] = about
             self._segments.update(segments, at)
             self._blocks.update(blocks, at)
             for block, (_, when, _) in self._notes.copy().items():
@@ -256,15 +258,14 @@ class Recording:
             if len(self._frames) > MOST_FRAMES:
                 self._thin_out()
 
-    def _block(self, block: Block) -> dict[str, Any]:
-        """A used block; since when and by what code is exact where its hand-out was noted."""
+    def _origin(self, block: Block) -> dict[str, Any]:
+        """Since when and by what code a block is used; exact where its hand-out was noted."""
         uses, when, site = self._notes.get(block, (-1, 0.0, None))
         if uses != block.uses:
             when, site = block.since, None
         return {
             "device": block.segment.handle.device,
-            "offset": block.offset,
-            "size": block.size,
+            "generation": block.segment.generation,
             "from": when - self._began,
             "site": site,
         }
@@ -289,11 +290,9 @@ class _Lifetimes:
         self.forgotten += excess
         del self._gone[:excess]
         live = {}
-        for key, describe in seen.items():
+        for key, about in seen.items():
             known = self._live.get(key)
-            if known is None or known.get("site", 0) is None:  # its note may have come since
-                known = {"from": at, "to": None, **describe()}
-            live[key] = known
+            live[key] = {"from": at, "to": None, **about} if known is None else known
         self._live = live
 
     def all(self) -> list[dict[str, Any]]:

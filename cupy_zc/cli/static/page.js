@@ -26,11 +26,11 @@ function seconds(count) {
 
 const hex = (count) => `0x${count.toString(16)}`;
 const there = (thing, at) => thing.from <= at && (thing.to === null || thing.to > at);
-const siteKey = (device, size, site) => JSON.stringify([device, size, site]);
-const growing = new Set(film.growing.map((each) => siteKey(each.device, each.size, each.site)));
+// What blocks of a group have in common, as in growth.py.
+const growing = new Set(film.growing.map((group) => JSON.stringify(group.key)));
 for (const block of film.blocks) {
   block.place = block.site === null ? [] : film.sites[block.site];
-  block.key = siteKey(block.device, block.size, block.place);
+  block.key = JSON.stringify([block.device, block.place, block.site === null ? block.size : 0]);
   block.grows = growing.has(block.key);
 }
 
@@ -156,14 +156,16 @@ class DeviceMap {
       if (!groups.has(block.key)) groups.set(block.key, []);
       groups.get(block.key).push(block);
     }
-    const total = (group) => group.length * group[0].size;
+    const total = (group) => group.reduce((sum, block) => sum + block.size, 0);
     const sorted = [...groups.values()].sort((a, b) => total(b) - total(a)).slice(0, 15);
     this.body.replaceChildren(...sorted.map((group) => {
       const row = element("tr", undefined, group[0].grows ? "grows" : "");
       const array = group.flatMap((block) => block.arrays || [])[0];
+      const sizes = group.map((block) => block.size);
+      const ends = [...new Set([Math.min(...sizes), Math.max(...sizes)])].map(bytes).join(" to ");
       const oldest = at - Math.min(...group.map((block) => block.from));
       row.append(element("td", bytes(total(group)), "n"), element("td", String(group.length), "n"),
-        element("td", bytes(group[0].size), "n"), element("td", seconds(oldest), "n"),
+        element("td", ends, "n"), element("td", seconds(oldest), "n"),
         element("td", array ? `${array.dtype} (${array.shape.join(", ")})` : "-"),
         element("td", (array && array.held_by || "-").replace(/\[\d+\]/g, "[*]")),
         element("td", group[0].place[0] || "-"));
@@ -245,7 +247,7 @@ function showGrowth() {
   for (const group of film.growing) {
     box.append(element("p", `This only grows: ${group.text}`));
     const callers = box.appendChild(element("ol"));
-    group.site.forEach((each) => callers.append(element("li", each)));
+    group.key[1].forEach((each) => callers.append(element("li", each)));
   }
 }
 
