@@ -25,7 +25,7 @@ _NAMES = "\n".join(f"  {name:<8}  {example.title}" for name, example in EXAMPLES
 What follows the name goes to the example: `cupy-zc demo digits --steps 50`. Exit code 1 where its
 result is wrong.""",
 )
-@click.option("-n", "ranks", type=click.IntRange(1), help="Ranks, where it has several (4).")
+@click.option("-n", "ranks", type=click.IntRange(1), help="Ranks, where it has several (2 or 4).")
 @json_option
 @click.argument("name", type=click.Choice(list(EXAMPLES)), default="digits")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -73,6 +73,10 @@ EXAMPLES = {
         "conjugate_gradient.py", "a solver that swaps edges and adds up scalars", 4,
         (("scipy", "scipy"),), ("--size", "33"),
     ),
+    "graph": Example(
+        "cuda_graph.py", "an iteration captured into a CUDA graph and replayed", 2,
+        short=("--size", "48", "--iterations", "50"),
+    ),
     "pool": Example("pool_map.py", "where arrays lie in the memory pool", 1),
     "leak": Example("leak.py", "a leak, recorded for cupy-zc view", 1, short=("--steps", "10")),
 }  # fmt: skip

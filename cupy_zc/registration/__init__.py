@@ -12,11 +12,17 @@
 from __future__ import annotations
 
 from .explain import Rule
+from .graph import Lease, LeaseInfo, Leases
 from .published import Location, Registration
-from .registry import Registry, is_agreed
+from .registry import Choice, Registry, is_agreed
 from .symmetric import SymmetricHeap, SymmetricMemory
+from .targets import pin, refusal
 
 __all__ = [
+    "Choice",
+    "Lease",
+    "LeaseInfo",
+    "Leases",
     "Location",
     "Registration",
     "Registry",
@@ -24,4 +30,6 @@ __all__ = [
     "SymmetricHeap",
     "SymmetricMemory",
     "is_agreed",
+    "pin",
+    "refusal",
 ]
