@@ -17,6 +17,7 @@ from fake_bindings import FakeBindings
 
 import cupy_zc
 from cupy_zc.cli.checks import (
+    Finding,
     Status,
     devices,
     peers,
@@ -126,6 +127,29 @@ def test_a_segment_that_cannot_be_exported_is_given_back(gpus: Any) -> None:
     fake.fail["cuMemExportToShareableHandle"] = [REFUSED]
     assert by_name(looked()[0].findings)["memory of device 0"].status is Status.MISSING
     assert fake.handles == set()
+
+
+@pytest.mark.parametrize("call", ["cuDeviceGetName", "cuMemGetInfo", "cuMulticastGetGranularity"])
+def test_a_device_that_does_not_answer_is_missing_and_the_others_are_shown(
+    gpus: Any, call: str
+) -> None:
+    """Ends: one broken GPU made the whole report an error message."""
+    fake = gpus(2)
+    fake.fail[call] = [real.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE]
+    found, _ = looked()
+    lines = by_name(found.findings)
+    assert lines["device 0"].status is Status.MISSING
+    assert "CUDA_ERROR_ECC_UNCORRECTABLE" in lines["device 0"].found
+    assert lines["memory of device 1"].status is Status.OK
+    assert [row["device"] for row in found.table] == [1]
+    assert not any(finding.topic == "multicast" for finding in look_alone(gpus, call))
+
+
+def look_alone(gpus: Any, call: str) -> tuple[Finding, ...]:
+    """What is found of the only GPU, which does not answer a call."""
+    fake = gpus(1)
+    fake.fail[call] = [real.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE] * 2
+    return looked()[0].findings
 
 
 def test_one_gpu_has_no_links_to_measure(gpus: Any) -> None:

@@ -49,16 +49,36 @@ def look_at_devices(measure: Callable[[str, int], Measured] = measure) -> Device
     except DriverError as error:
         return Devices(tuple(_without(error, measure)))
     count = driver.device_count()
-    infos = [driver.device_info(device) for device in range(count)]
+    infos, table, broken = _describe(driver, count)
     matrix, failures = _matrix(count)
     findings = [
         Finding("GPUs", "GPUs", Status.OK, f"{count} visible"),
         *_choice(),
+        *broken,
         *(finding for info in infos for finding in _memory(driver, info)),
         *_peers(matrix, failures, measure),
         *_multicast(driver, infos),
     ]
-    return Devices(tuple(findings), tuple(_row(driver, info) for info in infos), matrix)
+    return Devices(tuple(findings), tuple(table), matrix)
+
+
+def _describe(
+    driver: Driver, count: int
+) -> tuple[list[DeviceInfo], list[dict[str, Any]], list[Finding]]:
+    """The devices that answer, their rows, and a finding for each one that does not."""
+    infos, table, broken = [], [], []
+    for device in range(count):
+        try:
+            info = driver.device_info(device)
+            row = _row(driver, info)
+            driver.granularity(device, settings().segment_size)
+        except DriverError as error:
+            name, means = f"device {device}", "it cannot be used"
+            broken.append(Finding("GPUs", name, Status.MISSING, str(error), means, error.cause))
+            continue
+        infos.append(info)
+        table.append(row)
+    return infos, table, broken
 
 
 def _without(error: DriverError, measure: Callable[[str, int], Measured]) -> Iterator[Finding]:
@@ -214,6 +234,8 @@ def _peers(
 
 
 def _multicast(driver: Driver, infos: list[DeviceInfo]) -> Iterator[Finding]:
+    if not infos:
+        return
     topic = "multicast"
     without = [str(info.ordinal) for info in infos if not info.multicast]
     if without:
