@@ -11,7 +11,7 @@ BIN := .venv/bin
 PROGRESS = $(shell test -t 2 && echo --progress)
 
 demo: .venv/ready
-	$(BIN)/mpiexec -n 4 $(BIN)/python examples/data_parallel_digits.py $(PROGRESS)
+	$(BIN)/cupy-zc demo digits $(PROGRESS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest

@@ -14,7 +14,7 @@ except ImportError as error:
         "(or [cuda12])"
     ) from error
 
-from . import config
+from . import config, ranges
 from .arrays import asnumpy, copyto, view
 from .collectives import Communicator, init_process_group
 from .errors import (
@@ -61,3 +61,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if config.wants_ranges():
+    ranges.wrap(Communicator)

@@ -23,7 +23,15 @@ from typing import Any, Literal
 
 from .errors import InvalidValueError
 
-__all__ = ["MULTICAST_GUARDS", "TABLE", "Setting", "Settings", "multicast_refusal", "settings"]
+__all__ = [
+    "MULTICAST_GUARDS",
+    "TABLE",
+    "Setting",
+    "Settings",
+    "multicast_refusal",
+    "settings",
+    "wants_ranges",
+]
 
 #: Variables of other libraries that mean "no multicast on this machine".
 MULTICAST_GUARDS: Mapping[str, str] = {
@@ -52,6 +60,7 @@ class Settings:
     #: Shown nowhere: neither in ``repr`` nor in an error.
     secret: str = field(repr=False)
     node_size: int
+    nvtx: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,11 @@ TABLE: tuple[Setting, ...] = (
         "Split each machine into pretend nodes of that many ranks, for tests. 0: real nodes.",
         _whole(0, 65535),
     ),
+    Setting(
+        "nvtx", "CUPY_ZC_NVTX", "0", "0 or 1",
+        "NVTX ranges around the calls of communicators; looked at when the package is imported.",
+        lambda text: bool(_whole(0, 1)(text)),
+    ),
 )  # fmt: skip
 
 
@@ -195,13 +209,7 @@ def _first_refusal() -> str | None:
 
 
 def _read(environment: Mapping[str, str]) -> Settings:
-    values: dict[str, Any] = {}
-    for row in TABLE:
-        text = environment.get(row.variable, "").strip() or row.default
-        try:
-            values[row.field] = row.parse(text)
-        except ValueError:
-            raise InvalidValueError("settings", row.variable, text, row.allowed) from None
+    values = {row.field: _value(row, environment) for row in TABLE}
     if values["host_granularity"] & (values["host_granularity"] - 1):
         granularity = values["host_granularity"]
         raise InvalidValueError(
@@ -210,6 +218,24 @@ def _read(environment: Mapping[str, str]) -> Settings:
     if multicast_refusal() is not None:
         values["multicast"] = "off"
     return Settings(**values)
+
+
+def wants_ranges() -> bool:
+    """The setting ``nvtx``, which counts at import: too early for :func:`settings`.
+
+    Raises:
+        InvalidValueError: it has a value that is not allowed.
+    """
+    (row,) = (row for row in TABLE if row.field == "nvtx")
+    return bool(_value(row, os.environ))
+
+
+def _value(row: Setting, environment: Mapping[str, str]) -> Any:
+    text = environment.get(row.variable, "").strip() or row.default
+    try:
+        return row.parse(text)
+    except ValueError:
+        raise InvalidValueError("settings", row.variable, text, row.allowed) from None
 
 
 @functools.cache

@@ -87,6 +87,8 @@ class FakeBindings:
         self.devices = devices
         #: Parts of attribute names that the devices answer yes to.
         self.abilities = abilities
+        #: Pairs of devices of which the first has no access to the second.
+        self.apart: set[tuple[int, int]] = set()
         self.granularities = {
             "CU_MEM_ALLOC_GRANULARITY_MINIMUM": GRANULE,
             "CU_MEM_ALLOC_GRANULARITY_RECOMMENDED": GRANULE,
@@ -194,6 +196,17 @@ class FakeBindings:
         return (OK, SimpleNamespace(bytes=bytes([int(dev)]) * 16))
 
     cuDeviceGetUuid_v2 = cuDeviceGetUuid  # cuda-bindings 12.9 only
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return (OK, 13010)
+
+    def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> tuple[Any, ...]:
+        return (OK, int((int(dev), int(peerDev)) not in self.apart))
+
+    def cuDeviceGetP2PAttribute(
+        self, attrib: Any, srcDevice: Any, dstDevice: Any
+    ) -> tuple[Any, ...]:
+        return (OK, int("ATOMIC" in attrib.name))
 
     def cuDevicePrimaryCtxRetain(self, dev: Any) -> tuple[Any, ...]:
         return (OK, real.CUcontext(0xC000 + int(dev)))

@@ -7,26 +7,31 @@ else is in :mod:`cupy_zc.memory.device`.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import threading
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import cupy
 from cupy.cuda import MemoryPointer, memory_hook
 
 from ..config import settings
 from ..driver import Driver, select
-from ..errors import DriverError, Error, InvalidTypeError, InvalidValueError
+from ..errors import DriverError, Error, InvalidValueError
 from . import graphs
 from .blocks import Bin, Block
 from .device import DevicePool
+from .limits import LIMIT, limit_bytes, parse_limit, whole
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
+from .recording import Recording
 from .snapshot import PoolStatistics, SegmentInfo, segment_info, statistics, take_snapshot
 
-__all__ = ["MemoryPool", "abandon", "parse_limit", "reap"]
+__all__ = ["MemoryPool", "abandon", "reap"]
+
+#: For :meth:`MemoryPool.malloc`: by stream key, and by device.
+_Bins: TypeAlias = "tuple[dict[int, dict[int, Bin]], dict[int, dict[int, Bin]]]"
 
 #: CuPy's unit of allocation, in bytes: sizes are rounded up to it and addresses aligned to it.
 UNIT = 512
@@ -34,8 +39,6 @@ UNIT = 512
 _log = logging.getLogger("cupy_zc")
 
 _has_hooks = memory_hook._has_memory_hooks
-
-_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 
 #: Device pools whose MemoryPool is gone while arrays of it may live; see :func:`reap`.
 _orphans: list[DevicePool] = []
@@ -64,7 +67,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     Raises:
         DriverError: ``driver="cuda"`` and there is no usable GPU.
-        InvalidValueError: an argument, or ``CUPY_GPU_MEMORY_LIMIT``, is not what is allowed.
+        InvalidValueError: an argument, or ``CUPY_GPU_MEMORYLIMIT``, is not what is allowed.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
     ) -> None:
         if segment_size is None:
             segment_size = settings().segment_size
-        if _whole("MemoryPool", "segment_size", segment_size) == 0:
+        if whole("MemoryPool", "segment_size", segment_size) == 0:
             raise InvalidValueError("MemoryPool", "segment_size", segment_size, "more than 0 bytes")
         super().__init__()
         self._driver = select(driver)
@@ -81,8 +84,10 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         self._current_device = self._driver.current_device
         self._is_capturing = self._driver.is_capturing
         self._single = self._driver.device_count() == 1
-        self._first_limit = parse_limit(os.environ.get(_LIMIT))
-        self._limit(_LIMIT, 0, *self._first_limit)  # raises now, not at the first request
+        self._first_limit = parse_limit(os.environ.get(LIMIT))
+        limit_bytes(
+            LIMIT, self._driver, 0, *self._first_limit
+        )  # raises now, not at the first request
         self._start()
         _pools.add(self)
         reap()
@@ -92,9 +97,10 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         self._making = threading.Lock()
         self._devices: dict[int, DevicePool] = {}
         #: For the fast path: stream key to size to blocks, and the same for the legacy default
-        #: stream of each device.
-        self._hot: dict[int, dict[int, Bin]] = {}
-        self._default: dict[int, dict[int, Bin]] = {}
+        #: stream of each device. Recordings take them away, so that :meth:`_serve` sees all.
+        self._bins: _Bins = ({}, {})
+        self._hot, self._default = self._bins
+        self._note: Callable[[PooledMemory], None] | None = None
         self._finalizer = weakref.finalize(self, _abandon, self._devices)
         self._finalizer.atexit = False
 
@@ -109,11 +115,11 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             device = self._current_device()
         pool = self._devices.get(device)
         if pool is None:
-            limit = self._limit(_LIMIT, device, *self._first_limit)
-            made = DevicePool(self._driver, device, self._segment_size, limit, self._hot)
+            limit = limit_bytes(LIMIT, self._driver, device, *self._first_limit)
+            made = DevicePool(self._driver, device, self._segment_size, limit, self._bins[0])
             with self._making:
                 pool = self._devices.setdefault(device, made)
-                self._default[device] = pool.homes[0].hot
+                self._bins[1][device] = pool.homes[0].hot
             if pool is not made:
                 made.close()
         return pool
@@ -148,7 +154,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         return self._malloc(size)
 
     def _malloc(self, size: int) -> Any:
-        size = _whole("MemoryPool.malloc", "size", size)
+        size = whole("MemoryPool.malloc", "size", size)
         rounded = -(-size // UNIT) * UNIT
         hooks = active_hooks()
         if not hooks:
@@ -179,7 +185,11 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             return self._serve_inside(size)
         if _orphans:
             reap()
-        return hand_over(pool.allocate(pool.home(self._current_stream()), size), pool.device)
+        pointer = hand_over(pool.allocate(pool.home(self._current_stream()), size), pool.device)
+        note = self._note
+        if note is not None:
+            note(pointer.mem)
+        return pointer
 
     def _serve_inside(self, size: int) -> Any:
         """Serve user code that runs inside the pool: a finalizer, or a signal handler."""
@@ -200,7 +210,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         Raises:
             OutOfMemoryError, DriverError, InvalidValueError: as :meth:`malloc`.
         """
-        nbytes = _whole("MemoryPool.reserve", "nbytes", nbytes)
+        nbytes = whole("MemoryPool.reserve", "nbytes", nbytes)
         if nbytes == 0:
             return 0
         pool = self.device_pool()
@@ -276,21 +286,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         Raises:
             InvalidValueError: both given, or out of range.
         """
-        limit = self._limit("MemoryPool.set_limit", self._current_device(), size, fraction)
-        self.device_pool().limit = limit
-
-    def _limit(self, call: str, device: int, size: Any, fraction: Any) -> int:
-        if size is not None:
-            if fraction is not None:
-                raise InvalidValueError(call, "fraction", fraction, "only one of size and fraction")
-            return _whole(call, "size", size)
-        if fraction is None:
-            return 0
-        if isinstance(fraction, str) or not hasattr(fraction, "__float__"):
-            raise InvalidTypeError(call, "fraction", fraction, "a number from 0 to 1")
-        if not 0 <= fraction <= 1:
-            raise InvalidValueError(call, "fraction", fraction, "0 to 1")
-        return int(float(fraction) * self._driver.memory_info(device).total)
+        device, call = self._current_device(), "MemoryPool.set_limit"
+        self.device_pool().limit = limit_bytes(call, self._driver, device, size, fraction)
 
     def get_limit(self) -> int:
         """The limit on the current device in bytes, 0 for none."""
@@ -324,37 +321,40 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         pool.captures.poll()
         return statistics(pool)
 
-    def snapshot(self) -> dict[str, Any]:
-        """What the pool looks like, on every device it has been used on: a JSON-able dict."""
-        pools = [pool for _, pool in sorted(self._devices.items())]
+    def snapshot(self, *, arrays: bool = False) -> dict[str, Any]:
+        """What the pool looks like, on every device it has been used on: a JSON-able dict.
+
+        Args:
+            arrays: Say of each used block also which arrays are in it and what keeps them alive.
+                It looks at every Python object, which takes about a second for each million.
+        """
+        pools = self._device_pools()
         for pool in pools:
             pool.captures.poll()
-        return take_snapshot(self._driver, pools)
+        return take_snapshot(self._driver, pools, arrays=arrays)
 
+    def record(
+        self, *, interval: float = 0.05, path: str | os.PathLike[str] | None = None
+    ) -> Recording:
+        """A recording of what the pool does over time; a context manager.
 
-def _whole(call: str, name: str, value: Any) -> int:
-    """An argument in bytes, whatever kind of integer it is."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(call, name, value, "an int, in bytes") from None
-    if number < 0:
-        raise InvalidValueError(call, name, value, "at least 0 bytes")
-    return number
+        Args:
+            interval: Seconds from one look at the blocks to the next.
+            path: A file that the recording is also written to, every second and when it stops:
+                ``cupy-zc view`` shows it while the program runs.
 
+        Raises:
+            InvalidValueError: ``interval`` is not a positive number of seconds.
+        """
+        return Recording(self, interval, path)
 
-def parse_limit(text: str | None) -> tuple[int | None, float | None]:
-    """``CUPY_GPU_MEMORY_LIMIT`` as (size, fraction): bytes, or a percentage with ``%``."""
-    if not text:
-        return None, None
-    try:
-        if text.endswith("%"):
-            return None, float(text[:-1]) / 100.0
-        return int(text), None
-    except ValueError:
-        raise InvalidValueError(
-            "MemoryPool", _LIMIT, text, "a number of bytes, or a percentage"
-        ) from None
+    def _device_pools(self) -> list[DevicePool]:
+        return [pool for _, pool in sorted(self._devices.copy().items())]
+
+    def _watch(self, note: Callable[[PooledMemory], None] | None) -> None:
+        """Have every request, in any thread, come by ``note``; None: take the fast path again."""
+        self._note = note
+        self._hot, self._default = self._bins if note is None else ({}, {})
 
 
 def _abandon(devices: dict[int, DevicePool]) -> None:

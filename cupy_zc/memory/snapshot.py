@@ -7,19 +7,25 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..driver import Driver
-from .blocks import Segment
+from .blocks import Block, Run, Segment
+from .owners import find_arrays
 
 if TYPE_CHECKING:
     from .device import DevicePool
 
 __all__ = [
+    "VERSION",
     "PoolStatistics",
     "SegmentInfo",
     "render",
     "segment_info",
+    "show_bytes",
     "statistics",
     "take_snapshot",
 ]
+
+#: Of the layout of snapshots and recordings; another one where a reader must know.
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +93,10 @@ def segment_info(segment: Segment) -> SegmentInfo:
     )
 
 
-def statistics(pool: DevicePool) -> PoolStatistics:
-    """The figures of one device pool, from one look at its blocks."""
+def statistics(pool: DevicePool, runs: list[Run] | None = None) -> PoolStatistics:
+    """The figures of one device pool, from one look at its blocks: that of ``runs``, or one now."""
     pool.used_bytes()  # brings the peaks up to date
-    runs = pool.runs()
+    runs = pool.runs() if runs is None else runs
     segments = pool.segments()
     used = [size for _, _, size, block in runs if block is not None]
     free = [size for _, _, size, block in runs if block is None]
@@ -116,26 +122,36 @@ def statistics(pool: DevicePool) -> PoolStatistics:
     )
 
 
-def take_snapshot(driver: Driver, pools: list[DevicePool]) -> dict[str, Any]:
+def take_snapshot(
+    driver: Driver, pools: list[DevicePool], *, arrays: bool = False
+) -> dict[str, Any]:
     """Segments and blocks of all devices as plain dicts, lists, numbers and strings.
 
     Ages are in seconds: of a segment since the driver made it, of a block since it was taken from
     free memory, which the array in it cannot be older than. A segment belongs to a ``stream`` (the
     driver's key, 0 for the default stream) or, while its graph lives, to a ``capture`` (its id);
-    the other is None.
+    the other is None. With ``arrays``, a used block has the list of those in it.
     """
+    looks = [(pool, pool.runs()) for pool in pools]
+    found: dict[Block, list[dict[str, Any]]] | None = None
+    if arrays:
+        used = {block for _, runs in looks for _, _, _, block in runs if block is not None}
+        found = find_arrays(used)
     return {
-        "version": 1,
+        "version": VERSION,
+        "kind": "snapshot",
         "time": time.time(),
         "driver": driver.name,
-        "devices": [_device(pool) for pool in pools],
+        "devices": [_device(pool, runs, found) for pool, runs in looks],
     }
 
 
-def _device(pool: DevicePool) -> dict[str, Any]:
+def _device(
+    pool: DevicePool, runs: list[Run], arrays: dict[Block, list[dict[str, Any]]] | None
+) -> dict[str, Any]:
     now = time.monotonic()
     segments: dict[int, dict[str, Any]] = {}
-    for segment, offset, size, block in pool.runs():
+    for segment, offset, size, block in runs:
         entry = segments.get(segment.offset)
         if entry is None:
             entry = segments[segment.offset] = {
@@ -148,7 +164,10 @@ def _device(pool: DevicePool) -> dict[str, Any]:
             }
         state = "free" if block is None else "used"
         age = None if block is None else now - block.since
-        entry["blocks"].append({"offset": offset, "size": size, "state": state, "age": age})
+        about = {"offset": offset, "size": size, "state": state, "age": age}
+        if arrays is not None and block is not None:
+            about["arrays"] = arrays.get(block, [])
+        entry["blocks"].append(about)
     return {
         "device": pool.device,
         "base": pool.arena.base,
@@ -156,7 +175,7 @@ def _device(pool: DevicePool) -> dict[str, Any]:
         "granule": pool.arena.granule,
         "limit": pool.limit,
         "segments": list(segments.values()),
-        "statistics": asdict(statistics(pool)),
+        "statistics": asdict(statistics(pool, runs)),
     }
 
 
@@ -167,7 +186,7 @@ def render(snapshot: dict[str, Any], width: int = 64) -> str:
         figures = device["statistics"]
         lines.append(
             f"device {device['device']} ({snapshot['driver']} driver): "
-            f"{_bytes(figures['used_bytes'])} used of {_bytes(figures['total_bytes'])} in "
+            f"{show_bytes(figures['used_bytes'])} used of {show_bytes(figures['total_bytes'])} in "
             f"{figures['segments']} segments, fragmentation {figures['fragmentation']:.0%}"
         )
         lines += [_segment_line(segment, width) for segment in device["segments"]]
@@ -187,10 +206,11 @@ def _segment_line(segment: dict[str, Any], width: int) -> str:
     marks = "".join("." if u == 0 else "#" if u > cell * 0.999 else "+" for u in used)
     captured = segment["capture"] is not None
     owner = f"capture {segment['capture']}" if captured else f"stream {segment['stream']}"
-    return f"  {segment['offset']:#012x} {_bytes(segment['size']):>9} |{marks}| {owner}"
+    return f"  {segment['offset']:#012x} {show_bytes(segment['size']):>9} |{marks}| {owner}"
 
 
-def _bytes(count: int) -> str:
+def show_bytes(count: float) -> str:
+    """A number of bytes as people read it: ``1.5 MiB``."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -137,6 +137,7 @@ class Registry:
             raise
         registration.arrays = {rank: news.array for rank, news in said.items()}
         self._registrations.add(registration)
+        _log.info("registered rank=%d bytes=%d by=%s", self.channel.rank, registration.nbytes, call)
         return registration
 
     def collect(self, call: str = "Communicator.collect") -> None:
