@@ -180,7 +180,7 @@ inline meet() {
 }
 
 inline expect(cell, value) {
-    LOAD(cell, got); d_step { assert(got == value); got = 0 }
+    d_step { READ(cell, value) }
 }
 
 /* `work` of DIRECT: reads the inputs of all, then writes its slice of all outputs. */
@@ -233,7 +233,7 @@ inline staged() {
 }
 
 proctype Rank(byte rank) {
-    byte call = 1, kind, step, chunk, got, i;
+    byte call = 1, kind, step, chunk, i;
 #ifdef EARLY_LOADS
     byte early1;
 #endif

@@ -11,6 +11,7 @@
  *     ALL          one_step(), all_gather, all_to_all, reduce_scatter: data between all
  *     TWO          two_steps()
  *     PACKETS      ll.cu: packets are sent, then agree(), then packets are read
+ *     TWIN         ll.cu with another count: only for a rank that strays
  *     FROM + root  Route<false, true>: data from the root, empty lines between all others
  *     TO + root    Route<true, false>: data to the root, empty lines between all others
  *                  Of these ALL and the last two, or with -DSTEPS ALL and TWO, or with -DPACKED ALL
@@ -38,6 +39,7 @@
 #define ALL 1
 #define TWO 2
 #define PACKETS 3
+#define TWIN 10
 #define FROM 4
 #define TO 7
 #define LINES_OF(kind) (kind != PACKETS)
@@ -85,7 +87,8 @@ byte idle[2], idle_others[2];  /* how often a program did without lines; without
 #endif
 
 /* Route::targets and ::sources: does data go from one to the other? */
-#define HAS_DATA(from, to) (kind < FROM || kind - FROM == (from) || kind - TO == (to))
+#define HAS_DATA(from, to) \
+    (kind < FROM || kind - FROM == (from) || kind - TO == (to))
 
 inline any_kind() {
     if
@@ -129,7 +132,11 @@ inline choose() {
     if
     :: true
     :: !strayed ->
+#ifdef PACKED
+        if :: any_kind() :: kind = TWIN fi;
+#else
         any_kind();
+#endif
         if
         :: kind != chosen[call] -> strayed = call; strayer = rank; strayed_to = kind
         :: else
@@ -141,7 +148,7 @@ inline choose() {
 inline send(peer) {
     STORE(words[RING(peer, rank)], call);
     if
-    :: kind == PACKETS -> STORE(packet[PLACE(peer, rank)], call)
+    :: kind == PACKETS || kind == TWIN -> STORE(packet[PLACE(peer, rank)], call)
 #ifdef NO_EMPTY
     :: kind != PACKETS && !HAS_DATA(rank, peer)
 #endif
@@ -223,16 +230,20 @@ inline agree() {
 
 #define RECEIVED(peer) ARRIVES(packet[PLACE(rank, peer)], PACKED_)
 inline wait_for_packets() {
-    d_step { EVERY_PEER(RECEIVED) ->
+    if
+    :: d_step { EVERY_PEER(RECEIVED) ->
         ACCEPT(packet[PLACE(rank, PEER1(rank))], PACKED_);
         if :: N > 2 -> ACCEPT(packet[PLACE(rank, PEER2(rank))], PACKED_) :: else fi
     }
+#ifndef NO_WATCH
+    :: ANY_STRAYS -> goto failed
+#endif
+    fi
 }
 
 /* What a rank reads, it writes to its output, or folds into it. */
 inline expect(cell) {
-    LOAD(cell, got);
-    d_step { assert(got == call); assert(comers[call] == N && strayed != call); got = 0 }
+    d_step { READ(cell, call); assert(comers[call] == N && strayed != call) }
 }
 
 inline expect_line(peer) {
@@ -248,7 +259,7 @@ inline expect_line(peer) {
 }
 
 proctype Rank(byte rank) {
-    byte call = 1, kind, got;
+    byte call = 1, kind;
 #ifdef EARLY_LOADS
     byte early[N];
 #endif
@@ -256,7 +267,7 @@ proctype Rank(byte rank) {
     ::  atomic { choose() };
         d_step { send(PEER1(rank)); if :: N > 2 -> send(PEER2(rank)) :: else fi };
         if
-        :: kind == PACKETS ->
+        :: kind == PACKETS || kind == TWIN ->
 #ifndef NO_AGREE
             agree();
 #endif

@@ -7,6 +7,7 @@
  *             later stores of its writer to other places
  *   LOAD      a load by a peer: where a store is late, the value before it or the value itself. Who
  *             saw a value never sees an older one
+ *   READ      a load by a peer that must give `value`, whichever of the two it sees
  *   ARRIVES   part of the condition of a wait: a poll could see a value that passes `test` now.
  *             ACCEPT then makes it seen, and nothing else: a relaxed access
  *   release   all that a rank stored before becomes seen (DRAIN in each model), then the flag is
@@ -37,5 +38,6 @@ typedef Cell { byte seen; byte late }
 #define STORE(cell, value) SEE(cell); cell.late = (value) + 1
 #define LOAD(cell, into) \
     if :: into = cell.seen :: atomic { cell.late -> SEE(cell) }; into = cell.seen fi
+#define READ(cell, value) assert(cell.seen == (value) && !cell.late)
 #define ARRIVES(cell, test) (test(cell.seen) || (cell.late && test((cell.late - 1))))
 #define ACCEPT(cell, test) if :: !(test(cell.seen)) -> SEE(cell) :: else fi
