@@ -38,6 +38,7 @@ typedef Cell { byte seen; byte late }
 #define STORE(cell, value) SEE(cell); cell.late = (value) + 1
 #define LOAD(cell, into) \
     if :: into = cell.seen :: atomic { cell.late -> SEE(cell) }; into = cell.seen fi
-#define READ(cell, value) assert(cell.seen == (value) && !cell.late)
+#define READ(cell, value) \
+    assert(cell.seen == (value) && (!cell.late || cell.late - 1 == (value)))
 #define ARRIVES(cell, test) (test(cell.seen) || (cell.late && test((cell.late - 1))))
 #define ACCEPT(cell, test) if :: !(test(cell.seen)) -> SEE(cell) :: else fi

@@ -82,22 +82,25 @@ inline choose() {
             fi;
             unpushed = (chosen[call] == STAGED -> unpushed + 1 : 0);
             unmet = (chosen[call] == SCATTER -> unmet + 1 : 0)
-        fi
+        fi;
+        d_step {  /* the input, which this rank alone reads */
+            i = 0;
+            do
+            :: i < N * PIECES && chosen[call] != STAGED ->
+                SEE(array[rank * N * PIECES + i]);
+                array[rank * N * PIECES + i].seen = call * PIECES + i % PIECES; i++
+            :: else -> break
+            od;
+            i = 0
+        }
     :: else -> skip
     fi;
     kind = chosen[call]
 }
 
-/* The input, which this rank alone writes and reads, and what it stored in the calls before. */
+/* A release of all that both blocks of this rank stored in the calls before. */
 inline announce() {
     d_step {
-        i = 0;
-        do
-        :: i < N * PIECES && kind != STAGED ->
-            STORE(array[rank * N * PIECES + i], call * PIECES + i % PIECES);
-            SEE(array[rank * N * PIECES + i]); i++
-        :: else -> break
-        od;
         drain_stores(); drain_results(); drain_staged();
         STORE(words[RING(PEER1(rank), rank)], call);
         if :: N > 2 -> STORE(words[RING(PEER2(rank), rank)], call) :: else fi
@@ -200,11 +203,9 @@ proctype Sender(byte rank) {
 #ifndef NO_CREDIT
             piece < DEPTH || EVERY_PEER(EMPTIED);
 #endif
-            d_step {
+            d_step {  /* the signal: the stores may be late, if it does not release them */
                 send(PEER1(rank));
-                if :: N > 2 -> send(PEER2(rank)) :: else fi
-            };
-            d_step {
+                if :: N > 2 -> send(PEER2(rank)) :: else fi;
 #ifndef RELAXED_SIGNAL
                 drain_stores();
 #endif
@@ -224,11 +225,9 @@ inline fold() {
 #ifdef EARLY_LOADS
         assert(early == INPUT(piece)); early = 0
 #else
-        READ(SLOT(rank, PEER1(rank), piece), INPUT(piece))
+        READ(SLOT(rank, PEER1(rank), piece), INPUT(piece));
 #endif
-    };
-    if :: N > 2 -> d_step { READ(SLOT(rank, PEER2(rank), piece), INPUT(piece)) } :: else fi;
-    d_step {
+        if :: N > 2 -> READ(SLOT(rank, PEER2(rank), piece), INPUT(piece)) :: else fi;
         STORE(ARRAY(rank, rank, piece), RESULT(piece)); SEE(ARRAY(rank, rank, piece));
         if
         :: kind == PUSH ->
