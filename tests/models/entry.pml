@@ -22,7 +22,9 @@
  * ONE_SCRATCH, SIGNED_PADS (growing values compared as signed numbers).
  */
 #include "memory.pml"
+#ifndef CHUNKS
 #define CHUNKS 3
+#endif
 #define STEPS (CHUNKS + 2)
 #define WRAP (EPOCHS * STEPS)
 #define DIRECT 1
