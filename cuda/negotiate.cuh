@@ -9,8 +9,8 @@
 //             threads where all ranks call the same; `places` then holds all locations. False: the
 //             failure is reported and the kernel must return without writing anything
 //   meet      block b of this rank with block b of every other: what either wrote before is visible
-//             to the other after. A pad has one writer: (epoch, step), which repeats
-//             after 2^40 calls
+//             to the other after. A pad has one writer: (epoch, step), which repeats after
+//             2^40 calls
 //   reuse     a rank ends a call only after it heard from every peer in that call. So a peer that
 //             writes the words of call e + 2 has ended call e + 1, for which it heard from a rank
 //             that had ended call e: two places, by the parity of the epoch, are enough

@@ -88,10 +88,12 @@ SIZES: dict[str, tuple[str, list[str], int]] = {
     "packets, 3 ranks": ("lines", ["N=3", "PACKED"], 100_000),
     "ring of one slot, 2 ranks": ("ring", ["N=2", "DEPTH=1", "NUMBERS=4", "PIECES=5"], 100_000),
     "ring of two slots, 2 ranks": ("ring", ["N=2", "DEPTH=2", "NUMBERS=8", "PIECES=3"], 100_000),
-    "ring of one slot, 3 ranks": ("ring", ["N=3", "DEPTH=1", "NUMBERS=4", "PIECES=2"], 1_000_000),
+    "ring of one slot, 3 ranks": (
+        "ring", ["N=3", "DEPTH=1", "NUMBERS=4", "PIECES=2", "SCATTERS=0"], 100_000,
+    ),
     "mail in two tracks": ("mail", ["N=2"], 500_000),
     "mail both ways, 2 ranks": ("mail", ["N=2", "CHANNELS=2", "TRACKS=1", "MESSAGES=3"], 100_000),
-}
+}  # fmt: skip
 
 #: What is taken away from a model: with which sizes it must be noticed.
 RING = ["N=2", "DEPTH=1", "NUMBERS=4", "PIECES=5"]

@@ -11,7 +11,8 @@
  *                 rank ends when both have, `ended`, and the next starts then
  *   choose        which call the program makes next, the same on all ranks:
  *     PUSH        push_reduce: results to all, meet() at the end
- *     SCATTER     push_reduce_scatter: results to the own output, nobody meets
+ *     SCATTER     push_reduce_scatter: results to the own output, nobody meets; if there are
+ *                 SCATTERS
  *     STAGED      exchange_agreed(): scratch filled by its own rank, and by peers, with two meetings
  * A signal releases what its block stored: that of the other block is released by the next announce.
  *
@@ -31,6 +32,9 @@
 #define DEPTH 2
 #define NUMBERS 8
 #define PIECES 9
+#endif
+#ifndef SCATTERS
+#define SCATTERS 1
 #endif
 #define PUSH 1
 #define SCATTER 2
@@ -77,7 +81,7 @@ inline choose() {
         :: !chosen[call] ->
             if
             :: chosen[call] = PUSH
-            :: unmet < EPOCHS - 2 -> chosen[call] = SCATTER
+            :: SCATTERS && unmet < EPOCHS - 2 -> chosen[call] = SCATTER
             :: unpushed < EPOCHS - 2 -> chosen[call] = STAGED
             fi;
             unpushed = (chosen[call] == STAGED -> unpushed + 1 : 0);
