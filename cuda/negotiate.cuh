@@ -92,8 +92,8 @@ static __device__ __forceinline__ bool meet(const Args& args, u64 epoch, u64 ste
             reinterpret_cast<const u64*>(args.lanes[args.rank] + pad_offset(peer, blockIdx.x));
         store_release(theirs, arrived);
         Watch watch;
-        // A peer is one step ahead at most. Anything else is old, however long ago: a pad that grows
-        // only would look new half a wrap, 2^39 calls, later.
+        // A peer is one step ahead at most. Anything else is old, however long ago: compared as
+        // signed numbers, a pad would look new half a wrap, 2^39 calls, later.
         while (met && load_acquire(mine) - arrived > 1) {
             met = !watch.over(args, epoch, peer);
         }

@@ -258,7 +258,10 @@ proctype Rank(byte rank) {
         fi;
         d_step {
             leavers[call]++;
-            if :: leavers[call] == N -> leavers[call] = 0; comers[call] = 0; chosen[call] = 0 :: else fi;
+            if
+            :: leavers[call] == N -> leavers[call] = 0; comers[call] = 0; chosen[call] = 0
+            :: else
+            fi;
             call = NEXT(call); step = 0; kind = 0
         }
     od;

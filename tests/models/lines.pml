@@ -293,7 +293,10 @@ proctype Rank(byte rank) {
         fi;
         d_step {
             leavers[call]++;
-            if :: leavers[call] == N -> leavers[call] = 0; comers[call] = 0; chosen[call] = 0 :: else fi;
+            if
+            :: leavers[call] == N -> leavers[call] = 0; comers[call] = 0; chosen[call] = 0
+            :: else
+            fi;
             call = NEXT(call); kind = 0
         }
     od;
