@@ -9,7 +9,8 @@
 //             threads where all ranks call the same; `places` then holds all locations. False: the
 //             failure is reported and the kernel must return without writing anything
 //   meet      block b of this rank with block b of every other: what either wrote before is visible
-//             to the other after. A pad has one writer and only grows: (epoch, step)
+//             to the other after. A pad has one writer: (epoch, step), which repeats after
+//             2^40 calls
 //   reuse     a rank ends a call only after it heard from every peer in that call. So a peer that
 //             writes the words of call e + 2 has ended call e + 1, for which it heard from a rank
 //             that had ended call e: two places, by the parity of the epoch, are enough
@@ -91,7 +92,9 @@ static __device__ __forceinline__ bool meet(const Args& args, u64 epoch, u64 ste
             reinterpret_cast<const u64*>(args.lanes[args.rank] + pad_offset(peer, blockIdx.x));
         store_release(theirs, arrived);
         Watch watch;
-        while (met && static_cast<long long>(load_acquire(mine) - arrived) < 0) {  // may wrap
+        // A peer is one step ahead at most. Anything else is old, however long ago: compared as
+        // signed numbers, a pad would look new half a wrap, 2^39 calls, later.
+        while (met && load_acquire(mine) - arrived > 1) {
             met = !watch.over(args, epoch, peer);
         }
     }

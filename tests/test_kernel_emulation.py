@@ -132,6 +132,20 @@ def test_fresh_memory_is_not_taken_for_a_packet_where_flags_wrap(
             check(launch, emulation.run(launch))
 
 
+@pytest.mark.parametrize("epoch", [(1 << 39) + 7, (1 << 40) - 3])
+def test_a_pad_of_long_ago_is_not_taken_for_a_meeting(emulation: Emulation, epoch: int) -> None:
+    """Ends waits that compared growing values as signed numbers: half a wrap later they passed."""
+    rng = np.random.default_rng(10)
+    for size in (2, 3):
+        for _ in range(20):
+            launch = launch_of(rng, "two_shot", size, FLOAT32, count=77, repeats=1)
+            launch.blocks, launch.chunk, launch.epoch = 1, 128 * size, epoch
+            for rank in launch.ranks:
+                rank.in_place, rank.row = "", 0
+                rank.registered_input = rank.registered_output = False
+            check(launch, emulation.run(launch))
+
+
 @settings(max_examples=1000 if THOROUGH else 150, deadline=None)
 @given(st.data())
 def test_any_launch_at_all(emulation: Emulation, data: st.DataObject) -> None:
