@@ -19,7 +19,7 @@ from ..arrays import copyto
 from ..driver.api import Driver
 from ..errors import Error, InvalidTypeError, InvalidValueError, NotZeroCopyError
 from ..group import Bootstrap, Channel, Topology, from_mpi, vote
-from ..registration import Registration, Registry, Rule, SymmetricHeap
+from ..registration import MulticastStatus, Registration, Registry, Rule, SymmetricHeap
 from . import opening
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
@@ -86,6 +86,10 @@ class Communicator(Calls):
             self._checker, self._driver, self._registry, self._engine,
             automatic=options.register == "auto", threads=options.threads, timeout=self._timeout,
         )  # fmt: skip
+        self._registry.multicast.start(
+            self._engine.multicast_probe, self._heap.reserve_private, "Communicator",
+            require=options.multicast == "require", insist=options.insists,
+        )  # fmt: skip
         vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)
 
@@ -99,6 +103,7 @@ class Communicator(Calls):
         deterministic: bool = False,
         strict: bool = False,
         register: str = "auto",
+        multicast: str = "auto",
         driver: str | Driver | None = None,
     ) -> Communicator:
         """The ranks of an mpi4py communicator. Collective over it; MPI is used for set-up only.
@@ -112,17 +117,20 @@ class Communicator(Calls):
                 through scratch. ``send`` always copies and is not concerned.
             register: "auto": the ranks register at calls 1, 2, 4, 8, ... what their collectives
                 used; "manual": only :meth:`register` does.
+            multicast: "auto": used by more than two ranks where all can; "require": an error where
+                they cannot, and with ``strict`` for a call that cannot. Neither overrules a switch.
             driver: None: that of the installed pool, else as ``MemoryPool(driver=None)``.
 
         Raises:
             InvalidTypeError, InvalidValueError: an argument.
             MismatchError: the ranks chose differently.
+            MulticastUnavailableError: multicast is required, and off or absent on a rank.
             PeerTimeoutError, AgreementError: a rank did not come, or could not.
             Error: the ranks are on several nodes, or there is no engine for the driver.
         """
         options = opening.Options.of(
             "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
-            deterministic=deterministic, strict=strict, register=register,
+            deterministic=deterministic, strict=strict, register=register, multicast=multicast,
         )  # fmt: skip
         return opening.start(cls, from_mpi(mpi_comm), options)
 
@@ -137,6 +145,7 @@ class Communicator(Calls):
         deterministic: bool = False,
         strict: bool = False,
         register: str = "auto",
+        multicast: str = "auto",
         driver: str | Driver | None = None,
     ) -> list[Communicator]:
         """``n`` ranks in this process, in a list; use each in a thread of its own.
@@ -151,7 +160,7 @@ class Communicator(Calls):
         """
         options = opening.Options.of(
             "Communicator.in_process", driver=driver, backend=backend, timeout=timeout,
-            deterministic=deterministic, strict=strict, register=register,
+            deterministic=deterministic, strict=strict, register=register, multicast=multicast,
         )  # fmt: skip
         return opening.start_threads(cls, n, devices, options)
 
@@ -242,6 +251,11 @@ class Communicator(Calls):
     def leases(self) -> tuple[Any, ...]:
         """Live leases of graphs; the host engine needs none: a graph keeps its arrays itself."""
         return ()
+
+    @property
+    def multicast(self) -> MulticastStatus:
+        """Whether multicast is used, and if not, which switch or words of the driver say so."""
+        return self._registry.multicast.status
 
     @property
     def last_transfer(self) -> Transfer | None:

@@ -18,7 +18,7 @@ from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
 from ..errors import ClosedError, Error
 from ..group.naming import name_ranks
-from ..registration import Registry, SymmetricHeap
+from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, Args, fingerprint, location
@@ -122,6 +122,7 @@ class DeviceEngine:
     """
 
     name = "device"
+    multicast_probe: Probe | None = None
 
     def __init__(
         self,

@@ -12,16 +12,22 @@
 from __future__ import annotations
 
 from .explain import Rule
+from .multicast_probe import HostProbe, Probe, Target
+from .multicast_team import MulticastStatus
 from .published import Location, Registration
 from .registry import Registry, is_agreed
 from .symmetric import SymmetricHeap, SymmetricMemory
 
 __all__ = [
+    "HostProbe",
     "Location",
+    "MulticastStatus",
+    "Probe",
     "Registration",
     "Registry",
     "Rule",
     "SymmetricHeap",
     "SymmetricMemory",
+    "Target",
     "is_agreed",
 ]

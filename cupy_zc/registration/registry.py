@@ -31,6 +31,7 @@ from ..memory.arena import Arena
 from ..memory.blocks import Segment
 from .agreed import News, carry_out
 from .explain import Rule, judge
+from .multicast import Multicast
 from .published import Entry, Location, Registration
 from .window import SegmentName, Windows
 
@@ -80,6 +81,7 @@ class Registry:
         #: Another one whenever something is registered, mapped or let go of.
         self.version = 0
         self._published: dict[Segment, Entry] = {}
+        self.multicast = Multicast(self, self._published)
         #: Let go of, and not known to be unmapped everywhere yet.
         self._leaving: list[SegmentName] = []
         self._touched: dict[Segment, None] = {}
@@ -260,6 +262,7 @@ class Registry:
             self.device,
             self.channel,
             self.windows,
+            self.multicast,
             tag,
             prepare,
             check,
@@ -269,6 +272,7 @@ class Registry:
         for entry in fresh:
             self._published[entry.segment] = entry
             entry.tell()
+        self.multicast.follow(said)
         self.version = next(self._versions)
         return said
 
@@ -285,6 +289,7 @@ class Registry:
         self.closed = True
         with ExitStack() as stack:
             stack.callback(self.windows.close)
+            stack.callback(self.multicast.close)
             stack.callback(self.driver.synchronize, self.device)
             for registration in tuple(self._registrations):
                 registration.deregister()
