@@ -73,10 +73,14 @@ class Rank:
 
 
 @contextlib.contextmanager
-def ranks(n: int, memory: int = 4096 * GRANULE, **driver: int) -> Iterator[list[Rank]]:
+def ranks(
+    n: int, memory: int = 4096 * GRANULE, granularity: int = GRANULE, devices: int = 1
+) -> Iterator[list[Rank]]:
     """Ranks as threads of this process, each with a driver and a pool of its own."""
     with group_workers.channels(n) as channels:
-        drivers = [HostDriver(granularity=GRANULE, memory=memory, **driver) for _ in range(n)]
+        drivers = [
+            HostDriver(granularity=granularity, memory=memory, devices=devices) for _ in range(n)
+        ]
         made = [Rank(c, FaultyDriver(d)) for c, d in zip(channels, drivers, strict=True)]
         try:
             yield made

@@ -148,7 +148,7 @@ class Multicast:
     def refusal(self, arena: int, offset: int) -> str:
         """Why a registered byte of this rank is not in a multicast window; empty where it is.
 
-        Local, and the same on all ranks.
+        Local, and whether it is empty is the same on all ranks.
         """
         for place, shared in self._bound.items():
             if place.arena == arena and place.offset <= offset < place.offset + shared.size:
@@ -158,6 +158,9 @@ class Multicast:
         fallen = dict(self.status.fallen).get(arena)
         if fallen is not None:
             return f"multicast is not used for its arena any more: {fallen}"
+        segment = self.segment_at(arena, offset)
+        if segment is not None and Place(arena, segment.offset) in self._ledger.common():
+            return "its segment is not whole within one multicast object"
         return "not every rank has a segment of the same size registered at the same offset"
 
     def segment_at(self, arena: int, offset: int) -> Segment | None:
