@@ -8,6 +8,7 @@ whose environment does not, and in which no GPU is visible.
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from registration_workers import GRANULE, Rank, each, fine
 
 from cupy_zc.config import multicast_refusal
 from cupy_zc.driver.host import HostDriver
-from cupy_zc.registration import HostProbe, MulticastStatus, SymmetricHeap
+from cupy_zc.memory.pool import reap
+from cupy_zc.registration import HostProbe, MulticastStatus, Probe, SymmetricHeap
 from cupy_zc.registration.multicast import Multicast
 
 #: The heap's first segment, of the default segment size.
@@ -44,13 +46,13 @@ def run_elsewhere(path: str) -> None:
     assert result.returncode == 0, result.stdout
 
 
-def begin(rank: Rank, *, require: bool = True, **more: Any) -> SymmetricHeap:
+def begin(rank: Rank, *, require: bool, probe: Probe | None = None) -> None:
     """A heap, and multicast. Collective."""
     heap = SymmetricHeap(rank.registry, timeout=10)
+    rank.heaps.append(heap)
     heap.reserve_private(512)  # as an engine does
-    probe = more.pop("probe", HostProbe(rank.registry))
-    multicast(rank).start(probe, heap.reserve_private, "test", require=require, **more)
-    return heap
+    probe = probe or HostProbe(rank.registry)
+    multicast(rank).start(probe, heap.reserve_private, "test", require=require)
 
 
 @contextlib.contextmanager
@@ -61,12 +63,8 @@ def casting(
     with workers.ranks(n, **options) as made:
         for rank in made:
             before(rank)
-        heaps = fine(made, lambda rank: begin(rank, require=require))
-        try:
-            yield made
-        finally:
-            for heap in heaps:
-                heap.close()
+        fine(made, lambda rank: begin(rank, require=require))
+        yield made
 
 
 def multicast(rank: Rank) -> Multicast:
@@ -130,6 +128,15 @@ def _logged(log: list[tuple[int, str]], rank: int, name: str, call: Any) -> Any:
     return logged
 
 
+def shut(rank: Rank) -> None:
+    """Close the driver of a rank, which gives back what the driver refused to; nobody uses it."""
+    del rank.pool
+    rank.heaps.clear()
+    gc.collect()
+    reap()
+    host(rank).close()
+
+
 def register(made: list[Rank], arrays: list[Any]) -> list[Any]:
     """Register one array of each rank; the registrations."""
     return fine(made, lambda rank: rank.registry.register(arrays[rank.rank]))
@@ -142,5 +149,5 @@ def arrays(made: list[Rank], nbytes: int = GRANULE, fill: int | None = None) -> 
 __all__ = [
     "GRANULE", "HEAP", "ON", "Rank", "arrays", "begin", "bindings", "casting", "each", "fine",
     "group_workers", "host", "live", "multicast", "off", "one_status", "published",
-    "record", "register", "run_elsewhere", "statuses",
+    "record", "register", "run_elsewhere", "shut", "statuses", "workers",
 ]  # fmt: skip

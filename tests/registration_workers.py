@@ -32,6 +32,8 @@ class Rank:
     driver: FaultyDriver
     registry: Registry = field(init=False)
     pool: MemoryPool = field(init=False)
+    #: Closed with the rank.
+    heaps: list[SymmetricHeap] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = Registry(self.driver, 0, self.channel, timeout=20)
@@ -87,6 +89,8 @@ def ranks(
         finally:
             for rank in made:
                 rank.registry.close()
+                for heap in rank.heaps:
+                    heap.close()
 
 
 def each(made: list[Rank], body: Callable[[Rank], Any]) -> list[Any]:

@@ -331,10 +331,8 @@ def test_a_heap_that_no_object_can_cover_goes_without() -> None:
 def test_what_is_registered_before_the_start_is_bound_by_it() -> None:
     with work.workers.ranks(3) as made:
         register(made, arrays(made))
-        heaps = fine(made, work.begin)
+        fine(made, lambda rank: work.begin(rank, require=True))
         agree_on_bindings(made, [0])
-        for heap in heaps:
-            heap.close()
 
 
 @off
@@ -353,14 +351,13 @@ def test_drivers_shared_by_ranks_of_one_process() -> None:
 
 def _use(rank: int, n: int, port: int) -> list[Any]:
     with work.workers._process(rank, n, port) as me:
-        heap = work.begin(me, require=True)
+        work.begin(me, require=True)
         array = me.array(GRANULE)
         me.registry.register(array)
         first = sorted(bindings(me))
         state = multicast(me).status.state
         made = me.driver.multicast_objects_created
         del array
-        heap.close()
         return [state, first, made]
 
 

@@ -185,6 +185,6 @@ class MulticastWindow:
             stack.callback(self.unmap, tuple(self._mapped))
 
     def _free_range(self) -> None:
-        if self._range:
+        if self._range and not self._mapped:  # else the error was told by who did not unmap
             self._driver.free_range(self.base, self._range)
             self._range = 0
