@@ -40,10 +40,10 @@ def insist_on_multicast(registry: Registry, call: Call, where: Sequence[Where]) 
         NotZeroCopyError: arrays are at different offsets, or not in a multicast window.
     """
     source, target = needs_multicast(registry, call.operation)
-    for name, needed, places in (
-        ("input", source, [each[:2] for each in where]),
-        ("output", target, [each[2:] for each in where]),
-    ):
+    sources, targets = [each[:2] for each in where], [each[2:] for each in where]
+    if call.operation is Operation.BROADCAST:  # the root has an input only, and it is the same one
+        targets[call.root] = sources[call.root]
+    for name, needed, places in (("input", source, sources), ("output", target, targets)):
         if not needed or not call.columns:
             continue
         if len(set(places)) > 1:
