@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from probes import clean_environment
 from registration_workers import GRANULE, Rank, each, fine
 
 from cupy_zc.config import multicast_refusal
+from cupy_zc.driver.api import MemoryInfo
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory.pool import reap
 from cupy_zc.registration import HostProbe, MulticastStatus, Probe, SymmetricHeap
@@ -30,6 +32,21 @@ from cupy_zc.registration.multicast import Multicast
 HEAP = 64 << 20
 
 ON = MulticastStatus("on", "")
+
+UNKNOWN = ("CUDA_ERROR_UNKNOWN", 999)
+
+#: Each driver call of the set-up and who makes it. ``write`` and ``read`` are those of the probe.
+FIRST_RANK = ("multicast_create", "multicast_export")
+OTHER_RANKS = ("multicast_import",)
+EVERY_RANK = ("reserve", "multicast_add_device", "multicast_bind", "map", "set_access")
+PROBE = ("write", "read")
+
+
+def matrix(*steps: str) -> list[tuple[str, int]]:
+    """Each step with each rank of three that takes it."""
+    of = dict.fromkeys(FIRST_RANK, (0,)) | dict.fromkeys(OTHER_RANKS, (1, 2))
+    return [(step, rank) for step in steps for rank in of.get(step, (0, 1, 2))]
+
 
 off = pytest.mark.skipif(
     multicast_refusal() is not None,
@@ -128,6 +145,35 @@ def _logged(log: list[tuple[int, str]], rank: int, name: str, call: Any) -> Any:
     return logged
 
 
+def small(total: int) -> Any:
+    """Makes the driver of a rank say that its device has so many bytes, once there is a heap."""
+
+    def before(rank: Rank) -> None:
+        real = rank.driver.memory_info
+
+        def memory_info(device: int) -> MemoryInfo:
+            return MemoryInfo(total, total) if rank.registry.windows.bases() else real(device)
+
+        rank.driver.memory_info = memory_info
+
+    return before
+
+
+class _Second(list[tuple[str, int]]):
+    """What fails from, and is empty again after the second time that it is looked at."""
+
+    looks = 0
+
+    def __bool__(self) -> bool:
+        self.looks += 1
+        return self.looks == 2
+
+
+def second(result: tuple[str, int]) -> list[tuple[str, int]]:
+    """For ``FaultyDriver.fail``: the second of the next calls fails."""
+    return _Second([result])
+
+
 def shut(rank: Rank) -> None:
     """Close the driver of a rank, which gives back what the driver refused to; nobody uses it."""
     del rank.pool
@@ -146,8 +192,44 @@ def arrays(made: list[Rank], nbytes: int = GRANULE, fill: int | None = None) -> 
     return [rank.array(nbytes, fill) for rank in made]
 
 
+def p2p_works(made: list[Rank]) -> None:
+    """Arrays are registered, and every rank reads the bytes of every rank."""
+    registrations = register(made, [rank.array(GRANULE, 7 + rank.rank) for rank in made])
+    for rank, peer in itertools.product(made, range(len(made))):
+        assert rank.read(peer, registrations[0].arrays[peer]) == bytes([7 + peer])
+
+
 __all__ = [
-    "GRANULE", "HEAP", "ON", "Rank", "arrays", "begin", "bindings", "casting", "each", "fine",
-    "group_workers", "host", "live", "multicast", "off", "one_status", "published",
-    "record", "register", "run_elsewhere", "shut", "statuses", "workers",
+    "EVERY_RANK",
+    "FIRST_RANK",
+    "GRANULE",
+    "HEAP",
+    "ON",
+    "OTHER_RANKS",
+    "PROBE",
+    "UNKNOWN",
+    "Rank",
+    "arrays",
+    "begin",
+    "bindings",
+    "casting",
+    "each",
+    "fine",
+    "group_workers",
+    "host",
+    "live",
+    "matrix",
+    "multicast",
+    "off",
+    "one_status",
+    "p2p_works",
+    "published",
+    "record",
+    "register",
+    "run_elsewhere",
+    "second",
+    "shut",
+    "small",
+    "statuses",
+    "workers",
 ]  # fmt: skip

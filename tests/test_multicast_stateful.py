@@ -18,7 +18,7 @@ from cupy_zc import AgreementError, MemoryPool
 from cupy_zc.config import multicast_refusal
 from cupy_zc.memory.pool import reap
 from cupy_zc.registration.agreed import News
-from cupy_zc.registration.ledger import Ledger, Place, Shared
+from cupy_zc.registration.ledger import Ledger, Place
 from cupy_zc.registration.window import SegmentName, SegmentOffer
 
 SIZES = [512, GRANULE, 2 * GRANULE]
@@ -215,7 +215,7 @@ def test_the_ledger_has_what_all_ranks_published_and_nobody_released() -> None:
     assert ledger.common() == {}
     assert ledger.room(1) == 0
     ledger.add({0: News(), 1: News(offers=(_offer(0, 0, 3), _offer(1, 8, 7, size=4)))})
-    assert ledger.common() == {Place(0, 0): Shared(8, (1, 3))}
+    assert ledger.common() == {Place(0, 0): 8}
     assert ledger.room(1) == 128
     ledger.release({0: News(), 1: News(released=(SegmentName(1, 8, 7), SegmentName(0, 0, 2)))})
     ledger.add({0: News(), 1: News(offers=(_offer(1, 8, 8),))})

@@ -29,7 +29,7 @@ from multicast_workers import (
 
 import cupy_zc
 from cupy_zc.config import multicast_refusal, settings
-from cupy_zc.driver.api import Granularity, MemoryInfo
+from cupy_zc.driver.api import Granularity
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory.pool import reap
 from cupy_zc.registration.multicast_team import Team
@@ -279,23 +279,9 @@ def team(devices: int, granule: int, piece: int) -> Team:
     return Team(devices, granule, piece, settings().setup_timeout)
 
 
-def small(total: int) -> Any:
-    """Makes the driver of a rank say that its device has so many bytes, once there is a heap."""
-
-    def before(rank: Rank) -> None:
-        real = rank.driver.memory_info
-
-        def memory_info(device: int) -> MemoryInfo:
-            return MemoryInfo(total, total) if rank.registry.windows.bases() else real(device)
-
-        rank.driver.memory_info = memory_info
-
-    return before
-
-
 @off
 def test_an_arena_beyond_one_object_gets_more_and_a_segment_across_two_stays_p2p() -> None:
-    with casting(before=small(HEAP), memory=16 * HEAP) as made:
+    with casting(before=work.small(HEAP), memory=16 * HEAP) as made:
         assert multicast(made[0])._team.piece == HEAP
         for rank in made:
             del rank.driver.memory_info
@@ -320,7 +306,7 @@ def test_an_arena_beyond_one_object_gets_more_and_a_segment_across_two_stays_p2p
 
 @off
 def test_a_heap_that_no_object_can_cover_goes_without() -> None:
-    with casting(before=small(HEAP // 2), memory=16 * HEAP) as made:
+    with casting(before=work.small(HEAP // 2), memory=16 * HEAP) as made:
         status = one_status(made)
         assert status.state == "unavailable"
         assert "no segment in common that one object could cover" in status.reason

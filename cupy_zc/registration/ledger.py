@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from .agreed import News
 
-__all__ = ["Ledger", "Place", "Shared"]
+__all__ = ["Ledger", "Place"]
 
 
 class Place(NamedTuple):
@@ -22,17 +22,6 @@ class Place(NamedTuple):
 
     arena: int
     offset: int
-
-
-class Shared(NamedTuple):
-    """What all ranks have at one place."""
-
-    #: In bytes, equal on all ranks.
-    size: int
-    #: Of each rank's segment, in the order of the ranks. They count on each rank for itself: one
-    #: that once failed to grow, or grew more, is ahead for ever. A change of any of them is another
-    #: segment.
-    generations: tuple[int, ...]
 
 
 class Ledger:
@@ -73,13 +62,16 @@ class Ledger:
         """Bytes that an arena has on every rank."""
         return min(sizes.get(arena, 0) for sizes in self._arenas.values())
 
-    def common(self) -> dict[Place, Shared]:
-        """What all ranks have at the same place and in the same size, by place, in order."""
+    def common(self) -> dict[Place, int]:
+        """Bytes of what all ranks have at the same place and in the same size, by place, in order.
+
+        Generations may differ: they count on each rank for itself, and one that once failed to
+        grow, or grew more, is ahead for ever. A segment that takes the place of another one is
+        published when that one was released, so it is not taken for it.
+        """
         first, *others = self._published.values()
-        common: dict[Place, Shared] = {}
-        for place, (size, generation) in sorted(first.items()):
-            there = [published.get(place) for published in others]
-            if all(each is not None and each[0] == size for each in there):
-                rest = (each[1] for each in there if each is not None)
-                common[place] = Shared(size, (generation, *rest))
-        return common
+        return {
+            place: size
+            for place, (size, _) in sorted(first.items())
+            if all(place in each and each[place][0] == size for each in others)
+        }

@@ -37,7 +37,7 @@ from ..config import multicast_refusal
 from ..errors import AgreementError, MulticastUnavailableError
 from ..group import Transaction, closing
 from ..memory.blocks import Segment
-from .ledger import Ledger, Place, Shared
+from .ledger import Ledger, Place
 from .multicast_probe import SPACING, Probe, Target, try_out
 from .multicast_team import MulticastStatus, Team, form_team, switched_off
 from .multicast_window import MulticastWindow
@@ -73,8 +73,8 @@ class Multicast:
         self._published = published
         self._ledger = Ledger(registry.channel.ranks)
         self._windows: dict[int, MulticastWindow] = {}
-        #: What is bound on all ranks.
-        self._bound: dict[Place, Shared] = {}
+        #: Bytes of what is bound on all ranks.
+        self._bound: dict[Place, int] = {}
         self._team = Team(0, 1, 1, 0.0)
         self._probe: Callable[[Transaction, MulticastWindow], None] | None = None
 
@@ -150,8 +150,8 @@ class Multicast:
 
         Local, and whether it is empty is the same on all ranks.
         """
-        for place, shared in self._bound.items():
-            if place.arena == arena and place.offset <= offset < place.offset + shared.size:
+        for place, size in self._bound.items():
+            if place.arena == arena and place.offset <= offset < place.offset + size:
                 return ""
         if self.status.state != "on":
             return f"multicast is {self.status.state}: {self.status.reason}"
@@ -179,7 +179,7 @@ class Multicast:
         """
         self._ledger.release(said)
         common = self._ledger.common()
-        leaving = [place for place in self._bound if common.get(place) != self._bound[place]]
+        leaving = [place for place in self._bound if place not in common]
         retired = {arena for news in said.values() for arena in news.retired}
         ending = sorted(retired & set(self._windows))
         if not leaving and not ending:
@@ -220,7 +220,7 @@ class Multicast:
         """Bind everything that is common, not bound yet, and of an arena that still takes it."""
         fallen = {arena for arena, _ in self.status.fallen}
         new: dict[int, list[int]] = defaultdict(list)
-        for (arena, offset), (size, _) in self._ledger.common().items():
+        for (arena, offset), size in self._ledger.common().items():
             room = self._ledger.room(arena)
             if (
                 (arena, offset) not in self._bound
@@ -256,10 +256,7 @@ class Multicast:
             except BaseException as error:  # an interrupt of this rank, of which the others know
                 self._fall(arena, _words(error))
                 raise
-        common = self._ledger.common()
-        for segment in there:
-            place = Place(arena, segment.offset)
-            self._bound[place] = common[place]
+        self._bound.update({Place(arena, each.offset): each.size for each in there})
         if self.status.state == "probing":
             self.status = MulticastStatus("on", "")
 

@@ -166,8 +166,7 @@ class Registry:
         Agreed are 1, 2, 4, 8, ... and the multiples of 1,024. What is registered so is not pinned:
         when its pool gives it back to the driver, the registration ends by itself.
 
-        A failure to register is logged and no error, as the calls work without it. The others are
-        those of :meth:`register`.
+        A failure to register is logged and no error; the others are those of :meth:`register`.
 
         Args:
             number: Number of the collective call, from 1, equal on all ranks.
