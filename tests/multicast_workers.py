@@ -34,6 +34,7 @@ HEAP = 64 << 20
 ON = MulticastStatus("on", "")
 
 UNKNOWN = ("CUDA_ERROR_UNKNOWN", 999)
+NOT_READY = ("CUDA_ERROR_SYSTEM_NOT_READY", 802)
 
 #: Each driver call of the set-up and who makes it. ``write`` and ``read`` are those of the probe.
 FIRST_RANK = ("multicast_create", "multicast_export")

@@ -172,6 +172,36 @@ def test_an_arena_that_cannot_get_one_more_object_keeps_the_first(step: str, cul
 
 
 @off
+@pytest.mark.parametrize("culprit", range(3))
+def test_an_object_that_was_not_let_go_of_is_before_the_next_attempt(
+    culprit: int, caplog: Any
+) -> None:
+    """Else its slot would be lost until the process ends."""
+    with casting(before=work.small(HEAP), memory=16 * HEAP) as made:
+        for rank in made:
+            del rank.driver.memory_info
+        register(made, arrays(made, HEAP))
+        kept = arrays(made, HEAP)
+        real = multicast(made[culprit])._extend
+
+        first = iter([True])
+
+        def extend(*arguments: Any) -> None:
+            if next(first, False):
+                made[culprit].driver.fail["release"] = [UNKNOWN]
+                made[culprit].driver.fail["multicast_bind"] = [work.NOT_READY]
+            real(*arguments)
+
+        multicast(made[culprit])._extend = extend  # type: ignore[method-assign,assignment]
+        register(made, kept)
+        assert one_status(made) == work.ON
+        for rank in made:
+            assert list(bindings(rank)) == [(0, 0), (1, 0), (1, HEAP)]
+            assert live(rank) == 3
+        caplog.clear()  # records keep frames
+
+
+@off
 def test_an_interrupt_goes_on_as_itself_and_the_ranks_stay_in_step() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -17,6 +17,7 @@ import pytest
 from multicast_workers import (
     EVERY_RANK,
     FIRST_RANK,
+    NOT_READY,
     ON,
     OTHER_RANKS,
     PROBE,
@@ -43,8 +44,6 @@ from cupy_zc.memory.pool import reap
 from cupy_zc.registration import HostProbe, Target
 from cupy_zc.registration import multicast as module
 from cupy_zc.registration import multicast_team as team
-
-NOT_READY = ("CUDA_ERROR_SYSTEM_NOT_READY", 802)
 
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")

@@ -340,16 +340,14 @@ class Multicast:
             fds = transaction.step(
                 "create the multicast object",
                 lambda: [window.create(piece)] if maker else [],
-                lambda _: window.release(piece),
+                lambda _: window.release(piece),  # on every rank that has it by then
             )
             for fd in fds:
                 stack.callback(os.close, fd)
             messages = channel.exchange(b"", fds, tag="multicast object")
             stack.enter_context(closing(messages))
             transaction.step(
-                "join the multicast object",
-                partial(window.join, piece, messages[0].fds),
-                lambda _: window.release(piece),
+                "join the multicast object", partial(window.join, piece, messages[0].fds)
             )
 
     def _fall(self, arena: int, words: str) -> None:
