@@ -4,12 +4,14 @@
 //   number    of a message on its channel, from 1: the order of the launches on either side. It
 //             lives in device memory and is advanced by the block that is the last to leave, when
 //             all others have read it. So replaying a graph is like calling again
-//   flag      of a letter's packets: 1 to 2^32 - 1 in turn, never the 0 of fresh memory
+//   flag      of a letter's packets: that of the number, see packets.cuh
 //   until     one wait, by any threads of a block; they must come together afterwards. It fails,
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
-//             the peer refused a message, and where the budget is spent: then the peer is named
-//   greet     waits for the header of the message. One that is not expected is reported, and
-//             refused: the peer finds that out when it waits, or calls again, and reports it too
+//             the peer refused a message, and where the budget is spent: then the peer is named.
+//             Where the host gave a rank up, it fails as if that one had spent the budget
+//   greet     waits for the header of the message, and gives the number of tracks that it takes, or
+//             0. One that is not expected is reported, and refused: the peer finds that out when it
+//             waits, or calls again, and reports it too
 //   failure   the first one ends the mail of the whole rank: later calls return at once
 //   order     the words of a Desk that one peer writes are relaxed, except `refused`, and the
 //             counters of slots, which mail.cu uses; the own Progress is ordered by the streams
@@ -40,7 +42,8 @@ class Channel {
             return failure == 0;
         }
         const u64 refused = load_acquire(&mine().refused);
-        report(CODE_MISMATCH, refused, load_relaxed(&mine().expected));
+        report(CODE_MISMATCH, peer(), refused, load_relaxed(&mine().expected),
+               load_relaxed(&mine().sent));
         return false;
     }
 
@@ -54,8 +57,10 @@ class Channel {
             if (!alive()) {
                 return false;
             }
-            if (timer.waited() >= args_.budget) {
-                report(CODE_TIMEOUT, number_, timer.waited());
+            const u64 lost = timer.lost(args_.error);
+            if (lost != 0 || timer.waited() >= args_.budget) {
+                const u32 rank = lost == 0 ? peer() : static_cast<u32>(lost - 1);
+                report(CODE_TIMEOUT, rank, number_, timer.waited(), part.fingerprint);
                 return false;
             }
         }
@@ -72,27 +77,27 @@ class Channel {
         return load_relaxed(&mine().taken) + args_.letters >= number_;
     }
     __device__ __forceinline__ void send_header() const {
-        store_packets(letter(), {part.fingerprint, part.bytes}, flag());
+        const u64 tracks = blocks();
+        store_packets(letter(), {part.fingerprint, part.bytes | tracks << BLOCKS_SHIFT}, flag());
     }
-    __device__ __forceinline__ bool greet() const {
+    __device__ __forceinline__ u32 greet() const {
         Pack header;
         if (!alive_until([&] { return load_packets(letter(), flag(), header); })) {
-            return false;
+            return 0;
         }
-        if (header.low == part.fingerprint && header.high == part.bytes) {
-            return true;
+        const u64 bytes = header.high & ((1ull << BLOCKS_SHIFT) - 1);
+        if (header.low == part.fingerprint && bytes == part.bytes) {
+            return static_cast<u32>(header.high >> BLOCKS_SHIFT);
         }
         store_relaxed(&theirs().expected, part.fingerprint);
+        store_relaxed(&theirs().sent, header.low);
         store_release(&theirs().refused, number_);
-        report(CODE_MISMATCH, number_, header.low);
-        return false;
+        report(CODE_MISMATCH, peer(), number_, header.low, part.fingerprint);
+        return 0;
     }
 
-    // The start of a message that goes through slots, by one thread of each block.
+    // The start of a push through slots, by one thread of each block.
     __device__ __forceinline__ bool start() const {
-        if (!push) {
-            return greet();
-        }
         if (track != 0) {
             return alive();
         }
@@ -102,6 +107,9 @@ class Channel {
         }
         return good;
     }
+
+    // Of this part of the launch. Counted again where it is asked for: registers are few.
+    __device__ __forceinline__ u32 blocks() const { return mail_blocks(args_, part); }
 
     // Packets of 16 bytes of the data of a letter.
     __device__ __forceinline__ void send(u64 index, const Pack& pack) const {
@@ -127,9 +135,10 @@ class Channel {
     }
 
     // By one thread of every block that passed the message, after all of the block have.
-    __device__ __forceinline__ void leave(u32 blocks) const {
-        if (blocks > 1) {
-            if (atomic_add(&progress().tickets, 1) + 1 != blocks) {
+    __device__ __forceinline__ void leave() const {
+        const u32 leavers = blocks();
+        if (leavers > 1) {
+            if (atomic_add(&progress().tickets, 1) + 1 != leavers) {
                 return;
             }
             store_relaxed(&progress().tickets, 0);
@@ -163,11 +172,12 @@ class Channel {
     __device__ __forceinline__ u64* packets_of(u64 index) const {
         return letter() + (LINE_BYTES + index * PACKET_BYTES) / 8;
     }
-    __device__ __forceinline__ u64 flag() const { return number_ % 0xffffffff + 1; }
+    __device__ __forceinline__ u64 flag() const { return packet_flag(number_); }
 
-    __device__ __forceinline__ void report(Code code, u64 number, u64 detail) const {
+    __device__ __forceinline__ void report(Code code, u32 rank, u64 number, u64 detail,
+                                           u64 mine) const {
         u64* const failure = &memory<Area>(args_.area).failure;
-        record(failure, args_.error, {code, peer(), args_.lane, number, detail});
+        record(failure, args_.error, {code, rank, args_.lane, number, detail, mine, 0});
     }
 
     const MailArgs& args_;

@@ -5,6 +5,7 @@
 //             around; their average is the sum in their own type, divided and truncated towards
 //             zero. bool: sum and max are "any", prod and min are "all". Complex numbers have no
 //             order, and averages of them divide part by part
+//   exact     no option of the compiler changes a result: see ptx.cuh
 //   NaN       min and max of floats give NaN where any operand is NaN, as NumPy's do
 #pragma once
 
@@ -47,12 +48,16 @@ struct IntegerElement {
 template <class WIDE>
 struct FloatElement {
     using Wide = WIDE;
-    static __device__ __forceinline__ Wide sum(Wide a, Wide b) { return a + b; }
+    static __device__ __forceinline__ Wide sum(Wide a, Wide b) { return plus(a, b); }
     static __device__ __forceinline__ Wide prod(Wide a, Wide b) { return product(a, b); }
-    static __device__ __forceinline__ Wide min(Wide a, Wide b) { return a != a || a < b ? a : b; }
-    static __device__ __forceinline__ Wide max(Wide a, Wide b) { return a != a || a > b ? a : b; }
+    static __device__ __forceinline__ Wide min(Wide a, Wide b) {
+        return is_nan(a) || less(a, b) ? a : b;
+    }
+    static __device__ __forceinline__ Wide max(Wide a, Wide b) {
+        return is_nan(a) || less(b, a) ? a : b;
+    }
     static __device__ __forceinline__ Wide avg(Wide sum, u32 by) {
-        return sum / static_cast<Wide>(by);
+        return quotient(sum, static_cast<Wide>(by));
     }
 };
 
@@ -132,14 +137,15 @@ struct Element<Complex<T>> {
     static constexpr u32 UNIT = sizeof(T);
     using Wide = Complex<T>;
     static __device__ __forceinline__ Wide sum(Wide a, Wide b) {
-        return {a.real + b.real, a.imaginary + b.imaginary};
+        return {plus(a.real, b.real), plus(a.imaginary, b.imaginary)};
     }
     static __device__ __forceinline__ Wide prod(Wide a, Wide b) {
-        return {product(a.real, b.real) - product(a.imaginary, b.imaginary),
-                product(a.real, b.imaginary) + product(a.imaginary, b.real)};
+        return {plus(product(a.real, b.real), -product(a.imaginary, b.imaginary)),
+                plus(product(a.real, b.imaginary), product(a.imaginary, b.real))};
     }
     static __device__ __forceinline__ Wide avg(Wide sum, u32 by) {
-        return {sum.real / static_cast<T>(by), sum.imaginary / static_cast<T>(by)};
+        const T divisor = static_cast<T>(by);
+        return {quotient(sum.real, divisor), quotient(sum.imaginary, divisor)};
     }
 };
 

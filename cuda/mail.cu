@@ -8,11 +8,13 @@
 //             with a send and a recv. A push waits for its peer only where the channel is full
 //   streams   launches that push on one channel are ordered by streams or events, and so are those
 //             that drain it. All else may run at the same time
-//   letters   every message takes the next letter of its channel: a header of {fingerprint, bytes}
-//             and, where the data fit, the data, in packets: one way over the link. The header is
-//             looked at before anything is written: a message that is not expected writes nothing
+//   letters   every message takes the next letter of its channel: a header of {fingerprint, bytes
+//             and blocks} and, where the data fit, the data, in packets: one way over the link. The
+//             header is looked at before anything is written: a message that is not expected writes
+//             nothing
 //   slots     larger data go through the slots of the tracks, chunk by chunk, chunk c through track
-//             c % blocks: bytes and `tracks` decide, which both sides share. The filler of a slot
+//             c % blocks: as many blocks as the header says. The drain has one for each track that
+//             the data could take; those beyond only take part in leaving. The filler of a slot
 //             stores it plainly, all its threads meet, and one RELEASES the count of filled slots;
 //             one thread of the drainer ACQUIRES that, and all its threads meet. The same the other
 //             way, with the count of drained slots
@@ -58,7 +60,7 @@ static __device__ __forceinline__ void push_letter(const Channel& channel) {
         }
     }
     if (threadIdx.x == 0) {
-        channel.leave(1);
+        channel.leave();
     }
 }
 
@@ -67,7 +69,7 @@ static __device__ __forceinline__ void drain_letter(const Channel& channel) {
     const u64 packs = (part.bytes + 15) / 16;
     u64 i = threadIdx.x;
     Pack pack = {0, 0};
-    bool good = threadIdx.x != blockDim.x - 1 || channel.greet();
+    bool good = threadIdx.x != blockDim.x - 1 || channel.greet() != 0;
     good = good && (i >= packs || channel.take(i, pack));
     if (!__syncthreads_and(good)) {
         return;
@@ -78,16 +80,31 @@ static __device__ __forceinline__ void drain_letter(const Channel& channel) {
         good = i >= packs || channel.take(i, pack);
     }
     if (__syncthreads_and(good) && threadIdx.x == 0) {
-        channel.leave(1);
+        channel.leave();
     }
 }
 
+// How many tracks a message takes, for all threads of a drain; 0: it is not to be had.
+static __device__ __forceinline__ u32 tracks_said(const Channel& channel) {
+    CUPY_ZC_SHARED(u32, tracks);
+    if (threadIdx.x == 0) {
+        tracks = channel.greet();
+    }
+    __syncthreads();
+    return tracks;
+}
+
 // The chunks of one track through its slots, in either direction.
-static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 chunk, u32 blocks) {
+static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 chunk) {
     const MailPart& part = channel.part;
+    const u32 tracks = channel.push ? channel.blocks() : tracks_said(channel);
+    if (tracks == 0) {
+        return;
+    }
+    bool good = !channel.push || threadIdx.x != 0 || channel.start();
     u64 passed = load_relaxed(&channel.passed());
-    bool good = threadIdx.x != 0 || channel.start();
-    for (u64 at = channel.track * chunk; at < part.bytes; at += blocks * chunk) {
+    u64 at = channel.track < tracks ? channel.track * chunk : part.bytes;
+    for (; at < part.bytes; at += tracks * chunk) {
         if (threadIdx.x == blockDim.x - 1) {  // while the first thread releases the last slot
             good = channel.until(
                 [&] { return load_acquire(channel.gate()) + channel.lead() > passed; });
@@ -106,7 +123,7 @@ static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 ch
     }
     if (threadIdx.x == 0) {
         store_relaxed(&channel.passed(), passed);
-        channel.leave(blocks);
+        channel.leave();
     }
 }
 
@@ -123,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     const bool push = blockIdx.x < pushers;
     const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - pushers);
     if (channel.part.bytes > args.letter) {
-        pass_slots(channel, args.slot, push ? pushers : drainers);
+        pass_slots(channel, args.slot);
     } else if (push) {
         push_letter(channel);
     } else {

@@ -7,12 +7,14 @@
 //   channel   what one rank pushes to another, in the memory of the one that drains it. A channel
 //             has letters, one for each message in turn: its header and, of a small message, its
 //             data; and slots for the data of large ones. Slots come in tracks: the block of a
-//             track fills, or drains, its slots alone
+//             track fills, or drains, its slots alone. How many tracks a message takes, the pusher
+//             says in the header: a push that waits for its peer shall leave room for other kernels
 //   Desk      what a rank knows of one peer. Its three parts have different writers; nobody else
 //             writes to them
 //   launch    one-dimensional, of mail_blocks(args, push) + mail_blocks(args, drain) blocks, all
-//             resident at once; a multiple of 32 threads up to 512. The number of threads may
-//             differ from rank to rank; letter, slot, letters, slots and tracks may not
+//             resident at once: the blocks of a drain are enough for any push. A multiple of 32
+//             threads up to 512. The number of threads may differ from rank to rank; letter, slot,
+//             letters, slots and tracks may not
 #pragma once
 
 #include "types.cuh"
@@ -20,16 +22,19 @@
 namespace cupy_zc {
 
 constexpr u32 MAX_TRACKS = 64;
-constexpr u64 NOBODY = ~0ull;  // MailPart::peer where a launch does not push, or does not drain
+constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
+constexpr u64 NOBODY = ~0ull;     // MailPart::peer where a launch does not push, or does not drain
 
 struct MailPart {
     u64 array;        // address of what to push, or of where to drain to: any alignment
-    u64 bytes;        // of it
+    u64 bytes;        // of it: less than 2^48
     u64 fingerprint;  // of all that both sides must agree on: element type, order, count
     u64 area;         // address of the peer's mail area as mapped here
     u64 peer;         // another rank than the own one, or NOBODY
+    u64 blocks;       // that may pass it: from 1 to tracks for a push, and tracks for a drain
 };
-static_assert(sizeof(MailPart) == 40, "the host fills 40 bytes");
+static_assert(sizeof(MailPart) == 48, "the host fills 48 bytes");
+static_assert(MAX_TRACKS < (1ull << (64 - BLOCKS_SHIFT)), "a header has room for any number");
 
 struct MailArgs {
     MailPart push, drain;  // their arrays do not overlap: neither part waits for the other
@@ -44,7 +49,7 @@ struct MailArgs {
     u32 tracks;            // of a channel: MAX_TRACKS at most
     u32 rank;
 };
-static_assert(sizeof(MailArgs) == 144, "the host fills 144 bytes");
+static_assert(sizeof(MailArgs) == 160, "the host fills 160 bytes");
 static_assert(__is_trivially_copyable(MailArgs), "the host fills it as bytes");
 
 // How far the own rank has come on a channel. Only its own kernels touch it.
@@ -60,7 +65,8 @@ struct Desk {
     u64 taken;     // messages whose letter may be written over
     u64 refused;   // the number of a message that it did not expect, stored last
     u64 expected;  // and the fingerprint that it expected
-    u64 unused[13];
+    u64 sent;      // in place of the one that the message had
+    u64 unused[12];
     u64 drained[MAX_TRACKS];  // slots
     // Written by the peer, which pushes to this rank.
     u64 filled[MAX_TRACKS];  // slots
@@ -89,7 +95,7 @@ __device__ constexpr u64 mail_bytes(u32 size, u64 letter, u64 letters, u64 slot,
 static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 2176 + 65536),
               "as the host counts it");
 
-// Blocks that pass a message, on either side.
+// Blocks of one part of a launch.
 static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const MailPart& part) {
     if (part.peer == NOBODY) {
         return 0;
@@ -98,7 +104,7 @@ static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const Ma
         return 1;
     }
     const u64 blocks = (part.bytes + args.slot - 1) / args.slot;
-    return blocks < args.tracks ? static_cast<u32>(blocks) : args.tracks;
+    return static_cast<u32>(blocks < part.blocks ? blocks : part.blocks);
 }
 
 }  // namespace cupy_zc

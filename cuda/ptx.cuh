@@ -121,9 +121,42 @@ static __device__ __forceinline__ u64 bits_of(double value) {
     return static_cast<u64>(__double_as_longlong(value));
 }
 
-// Products that the compiler may not fuse with an addition: results must not depend on its choice.
-static __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+// Arithmetic that no option of the compiler changes: nothing is fused, and subnormal numbers are
+// kept (CuPy compiles with -ftz=true).
+static __device__ __forceinline__ float plus(float a, float b) {
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+static __device__ __forceinline__ float product(float a, float b) {
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+static __device__ __forceinline__ float quotient(float a, float b) {
+    float result;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+static __device__ __forceinline__ bool less(float a, float b) {
+    u32 result;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(result)
+        : "f"(a), "f"(b));
+    return result != 0;
+}
+static __device__ __forceinline__ bool is_nan(float value) {
+    u32 result;
+    asm("{ .reg .pred p; setp.nan.f32 p, %1, %1; selp.u32 %0, 1, 0, p; }"
+        : "=r"(result)
+        : "f"(value));
+    return result != 0;
+}
+static __device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
 static __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
+static __device__ __forceinline__ double quotient(double a, double b) { return __ddiv_rn(a, b); }
+static __device__ __forceinline__ bool less(double a, double b) { return a < b; }
+static __device__ __forceinline__ bool is_nan(double value) { return value != value; }
 
 static __device__ __forceinline__ float half_to_float(u16 bits) {
     float value;

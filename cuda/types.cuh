@@ -30,14 +30,17 @@ constexpr u64 STAGED = ~0ull;    // a Location that peers cannot reach
 enum Code : u32 { CODE_NONE = 0, CODE_TIMEOUT = 1, CODE_MISMATCH = 2 };
 
 // What went wrong first on a lane; in memory that the host reads. `code` is stored last (release).
+// All but `abort` is written by kernels, and that by the host alone, at any time.
 struct ErrorRecord {
     u32 code;    // a Code
     u32 rank;    // the rank that was waited for, or that called something else
     u64 lane;    // Args::lane
     u64 epoch;   // the number of the call on this lane, from 1
     u64 detail;  // mismatch: the other rank's fingerprint; time-out: nanoseconds waited
+    u64 mine;    // the own fingerprint of the call that failed
+    u64 abort;   // 0, or 1 + a rank that cannot come any more: no wait outlives that by long
 };
-static_assert(sizeof(ErrorRecord) == 32, "the host reads the record as 32 bytes");
+static_assert(sizeof(ErrorRecord) == 48, "the host reads the record as 48 bytes");
 
 struct Args {
     u64 input;  // address of the own input and output; 0 where the rank has none
@@ -45,7 +48,7 @@ struct Args {
     u64 input_location;  // arena << 48 | offset, or STAGED
     u64 output_location;
     u64 count;        // elements of a row
-    u64 fingerprint;  // of all that ranks must agree on, grid and block included
+    u64 fingerprint;  // of operation, element type, reduction, root, order and count
     u64 windows;      // address of u64[size][arenas]: bases of the windows as mapped here
     u64 error;        // address of an ErrorRecord, zeroed by the host
     u64 lane;         // number of the lane, for the record

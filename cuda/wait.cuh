@@ -10,10 +10,13 @@
 //             calling again
 //   Timer     one wait of any kind. `due` is asked after each poll that found nothing. It reads the
 //             clock now and then only, and says yes from PATIENCE on, or once the budget is spent
+//             `lost` reads what the host says of ranks that cannot come any more: a relaxed load,
+//             as no data depend on it, over the bus to the host, hence once in LOOK nanoseconds
 //   Watch     one wait of a collective. `over` is asked after each poll that found nothing. When it
-//             is time to ask why, it looks whether a peer announced another call, and whether
-//             another block already failed; after the budget it reports a time-out, naming a rank
-//             that did not announce this call where there is one, else the one waited for
+//             is time to ask why, it looks whether a peer announced another call, whether another
+//             block already failed, and whether the host gave a rank up, which it reports as a
+//             time-out of that rank; after the budget it reports a time-out, naming a rank that
+//             did not announce this call where there is one, else the one waited for
 //   report    the first to note the call that failed writes the record: fields, then the code,
 //             which is a release at system scope. Later failures of the lane write nothing. The
 //             other blocks of a call that fails still run, for their peers must hear what was
@@ -27,6 +30,8 @@ namespace cupy_zc {
 
 constexpr u64 PATIENCE = 1000000;  // nanoseconds until a wait asks why
 constexpr u32 POLLS = 64;          // polls between two looks at the clock
+constexpr u64 LOOK = 1u << 20;     // nanoseconds between two looks at the memory of the host
+static_assert(LOOK >= PATIENCE, "a wait that is short never looks at the memory of the host");
 constexpr u64 TICKET_BITS = 16;
 static_assert(MAX_BLOCKS < (1u << TICKET_BITS), "tickets do not run into the epoch");
 
@@ -67,12 +72,14 @@ static __device__ __forceinline__ void record(u64* failure, u64 error, const Err
     to->lane = said.lane;
     to->epoch = said.epoch;
     to->detail = said.detail;
+    to->mine = said.mine;
     store_release(&to->code, said.code);
 }
 
 static __device__ __forceinline__ void report(const Args& args, u64 epoch, Code code, u32 rank,
                                               u64 detail) {
-    record(failure_of(args), args.error, {code, rank, args.lane, epoch, detail});
+    record(failure_of(args), args.error,
+           {code, rank, args.lane, epoch, detail, args.fingerprint, 0});
 }
 
 // A word carries the low half of the epoch in each of its halves, so that neither order nor tearing
@@ -125,9 +132,20 @@ class Timer {
 
     __device__ __forceinline__ u64 waited() const { return waited_; }
 
+    // Where it is due: 1 + a rank that the host gave up; 0 for none, or too soon to look.
+    __device__ __forceinline__ u64 lost(u64 error) {
+        const u32 look = static_cast<u32>(waited_ / LOOK);
+        if (look == looked_) {
+            return 0;
+        }
+        looked_ = look;
+        return load_relaxed(&reinterpret_cast<const ErrorRecord*>(error)->abort);
+    }
+
    private:
     u64 started_ = 0;
     u64 waited_ = 0;
+    u32 looked_ = 0;
     u32 polls_ = 0;
     bool patient_ = false;
 };
@@ -148,7 +166,14 @@ class Watch {
                 return true;
             }
         }
-        return load_relaxed(failure_of(args)) != 0;
+        if (load_relaxed(failure_of(args)) != 0) {
+            return true;
+        }
+        const u64 lost = timer_.lost(args.error);
+        if (lost != 0) {
+            report(args, epoch, CODE_TIMEOUT, static_cast<u32>(lost - 1), timer_.waited());
+        }
+        return lost != 0;
     }
 
    private:

@@ -24,6 +24,7 @@ from .errors import (
     Error,
     InvalidTypeError,
     InvalidValueError,
+    LiveGraphsError,
     MismatchError,
     MulticastUnavailableError,
     NotZeroCopyError,
@@ -31,7 +32,7 @@ from .errors import (
     PeerTimeoutError,
 )
 from .memory import MemoryPool, install, uninstall
-from .streams import Stream
+from .streams import Stream, enqueue
 
 __all__ = [
     "AgreementError",
@@ -41,6 +42,7 @@ __all__ = [
     "Error",
     "InvalidTypeError",
     "InvalidValueError",
+    "LiveGraphsError",
     "MemoryPool",
     "MismatchError",
     "MulticastUnavailableError",
@@ -51,6 +53,7 @@ __all__ = [
     "asnumpy",
     "config",
     "copyto",
+    "enqueue",
     "init_process_group",
     "install",
     "uninstall",

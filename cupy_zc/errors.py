@@ -6,6 +6,7 @@
     ├── InvalidValueError      (ValueError)       an argument is outside what is allowed
     ├── InvalidTypeError       (TypeError)        an argument is of the wrong kind
     ├── ClosedError                               the object was closed
+    ├── LiveGraphsError                           graphs still use what was to be closed
     ├── DriverError                               a call into the driver failed
     │   └── MulticastUnavailableError             multicast is off, absent, or did not work
     ├── OutOfMemoryError       (cupy.cuda.memory.OutOfMemoryError)
@@ -31,6 +32,7 @@ __all__ = [
     "Error",
     "InvalidTypeError",
     "InvalidValueError",
+    "LiveGraphsError",
     "MismatchError",
     "MulticastUnavailableError",
     "NotZeroCopyError",
@@ -89,6 +91,28 @@ class InvalidTypeError(Error, TypeError):
 
 class ClosedError(Error):
     """The object was closed and cannot be used any more."""
+
+
+class LiveGraphsError(Error):
+    """A communicator was to be closed while graphs live that call it; it is still open.
+
+    Args:
+        call: The public name that was called, with the rank.
+        graphs: Numbers of the graphs, as ``leases()`` has them.
+    """
+
+    def __init__(self, call: str, graphs: Sequence[int]) -> None:
+        super().__init__(call, graphs)
+        self.call = call
+        self.graphs = tuple(graphs)
+
+    def __str__(self) -> str:
+        what = "graph lives that calls" if len(self.graphs) == 1 else "graphs live that call"
+        return (
+            f"{self.call}: {len(self.graphs)} {what} this communicator, of capture "
+            f"{', '.join(map(str, self.graphs))}; drop the graphs and what was made from them, "
+            "or close(force=True), after which their replays do nothing; leases() shows them"
+        )
 
 
 class DriverError(Error):

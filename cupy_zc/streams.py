@@ -1,12 +1,15 @@
-"""``Stream``: a stream of whichever driver is in use."""
+"""Streams of whichever driver is in use, and work of one's own on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .driver import select
+from .driver.host_stream import HostStream
+from .errors import InvalidTypeError
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "enqueue"]
 
 
 def Stream(*, non_blocking: bool = False, driver: str | None = None) -> Any:  # noqa: N802
@@ -26,3 +29,32 @@ def Stream(*, non_blocking: bool = False, driver: str | None = None) -> Any:  # 
         DriverError: ``driver="cuda"`` and there is no usable GPU.
     """
     return select(driver).make_stream(non_blocking=non_blocking)
+
+
+def _call(work: Callable[[], object]) -> None:
+    work()
+
+
+def enqueue(work: Callable[[], object], stream: Any) -> None:
+    """Compute on arrays in the order of a stream, or in a graph if the stream is capturing.
+
+    On CUDA ``work`` is called now, with the stream as the current one, and what it launches goes
+    there. NumPy launches nothing, so on the host driver ``work`` itself is put on the stream, and
+    called when its turn comes; from a graph, each time that is replayed.
+
+    Args:
+        work: Computes with :func:`~cupy_zc.view` of arrays, and returns nothing of use.
+        stream: From :func:`Stream`, or any stream of CuPy.
+
+    Raises:
+        InvalidTypeError: it is no stream.
+        DriverError: the capture was invalidated.
+        Exception: what ``work`` raised, where it could run at once.
+    """
+    if isinstance(stream, HostStream):
+        stream.enqueue(lambda: _call(work))
+    elif hasattr(stream, "ptr") and hasattr(stream, "__enter__"):
+        with stream:
+            work()
+    else:
+        raise InvalidTypeError("enqueue", "stream", stream, "a stream of CuPy or the host driver")

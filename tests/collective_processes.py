@@ -52,15 +52,16 @@ comm.stop()
 
 
 def over_tcp(rank: int, size: int, port: int, **options: Any) -> Communicator:
-    bootstrap = from_tcp(size, rank, port=port, timeout=20)
-    return start(Communicator, bootstrap, Options.of("test", driver="host", **options))
+    bootstrap = from_tcp(size, rank, port=port, timeout=60)
+    options = {"driver": "host", **options}
+    return start(Communicator, bootstrap, Options.of("test", spread=True, **options))
 
 
 def use_everything(comm: Communicator, *, manual: bool = False) -> dict[str, Any]:
     """Every call once on memory of every kind; what a test wants to know of it."""
     n = comm.size
     # Another history of allocations on each rank.
-    pool = cupy_zc.MemoryPool(driver="host", segment_size=1 << 21)
+    pool = cupy_zc.MemoryPool(driver=comm._options.driver, segment_size=1 << 21)
     cupy_zc.install(pool)
     dropped = [cupy.empty(1 << (10 + comm.rank), "u1") for _ in range(3 * comm.rank)]
     kept = cupy.empty(5000 * (comm.rank + 1), "u1")
@@ -101,14 +102,18 @@ def use_everything(comm: Communicator, *, manual: bool = False) -> dict[str, Any
     return {"rank": comm.rank, "zero_copy": told}
 
 
-def everything_over_tcp(rank: int, size: int, port: int, register: str) -> dict[str, Any]:
-    with over_tcp(rank, size, port, register=register) as comm:
+def everything_over_tcp(
+    rank: int, size: int, port: int, register: str, driver: str = "host"
+) -> dict[str, Any]:
+    with over_tcp(rank, size, port, register=register, driver=driver) as comm:
         return use_everything(comm, manual=register == "manual")
 
 
-def unchanged_script(rank: int, size: int, port: int) -> dict[str, Any]:
+def unchanged_script(rank: int, size: int, port: int, driver: str = "host") -> dict[str, Any]:
     """The script, with the one line changed; the sums in it, and whether it was zero-copy."""
-    cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+    if driver == "cuda":
+        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+    cupy_zc.install(cupy_zc.MemoryPool(driver=driver))
     results: list[np.ndarray[Any, Any]] = []
     names: dict[str, Any] = {
         "n_devices": size, "rank": rank, "port": port, "cupy": cupy, "fill": cupy_zc.copyto,
@@ -124,16 +129,19 @@ def unchanged_script(rank: int, size: int, port: int) -> dict[str, Any]:
     }
 
 
-def be_killed(rank: int, size: int, port: int, victim: int, where: str) -> dict[str, Any]:
+def be_killed(
+    rank: int, size: int, port: int, victim: int, where: str, **options: Any
+) -> dict[str, Any]:
     """One rank dies in the middle of a collective, or of a message; when the others learn it."""
-    with over_tcp(rank, size, port, timeout=60) as comm:
+    with over_tcp(rank, size, port, **{"timeout": 60, **options}) as comm:
         array = comm.zeros(1000, "f4")
         for _ in range(3):
             comm.all_reduce(array, array)
+        comm.synchronize()
         if rank == victim:
             if where == "collective":
                 # After it has met the others, with the others inside.
-                comm._engine._control.meet = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+                comm._engine._eager.control.meet = lambda _: os.kill(os.getpid(), signal.SIGKILL)
                 comm.all_reduce(array, array)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
@@ -142,7 +150,10 @@ def be_killed(rank: int, size: int, port: int, victim: int, where: str) -> dict[
                 comm.recv(array, victim)
             else:
                 comm.all_reduce(array, array)
+            comm.synchronize()
         except PeerTimeoutError as error:
+            cupy_zc.copyto(array, 1)  # memory and context live on
+            assert (cupy_zc.asnumpy(array) == 1).all()
             return {"ranks": error.ranks, "seconds": time.monotonic() - began}
         raise AssertionError("nobody noticed")
 

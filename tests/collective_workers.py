@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -68,7 +70,7 @@ def run(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> l
         except BaseException:
             if comms[rank] in _meetings:
                 _meetings[comms[rank]].abort()
-            comms[rank].close()  # so that the others do not wait for this one
+            comms[rank].close(force=True)  # so that the others do not wait for this one
             raise
 
     outcomes = workers.in_threads(len(comms), guarded)
@@ -79,6 +81,14 @@ def run(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> l
 def attempt(comms: Sequence[Communicator], body: Callable[[Communicator], Any]) -> list[Any]:
     """As :func:`run`, with what was raised in place of what was returned."""
     return workers.in_threads(len(comms), lambda rank: on_stream(comms[rank], body))
+
+
+def collected(condition: Callable[[], Any]) -> None:
+    """Collect garbage until a condition holds; beside another thread that does, once is nothing."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        gc.collect()
 
 
 @contextlib.contextmanager
@@ -94,7 +104,7 @@ def communicators(n: int, **options: Any) -> Iterator[list[Communicator]]:
         yield comms
     finally:
         for each in comms:
-            each.close()
+            each.close(force=True)
 
 
 class Buffers(NamedTuple):

@@ -9,17 +9,18 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import cupy
 import hypothesis
 import pytest
+
+# Before CuPy looks for CUDA: streams of ranks that share a GPU must not share one of its 8 queues.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import cupy
 
 from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory import MemoryPool
 from cupy_zc.memory.pool import reap
-
-# Before CUDA starts: streams of ranks that share a GPU must not share one of its 8 queues.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _SLOW = [hypothesis.HealthCheck.too_slow]  # two cores, shared
 

@@ -41,6 +41,8 @@ EVERY_RANK = (1 << 32) - 1
 TIMEOUT, MISMATCH = 1, 2
 GUARD = 64
 POISON = 0xA5
+#: An ErrorRecord.
+RECORD = "<2I5Q"
 
 COMMON = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-pthread"]
 FIBERS = ["-O1"]
@@ -53,6 +55,7 @@ TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
 PROGRAMS = {
     "collectives": ("kernels.cpp", "pushes.cpp", "driver.cpp"),
     "mail": ("mail_kernel.cpp", "mail.cpp"),
+    "layout": ("layout.cpp",),
 }
 
 
@@ -217,6 +220,9 @@ class Launch:
     epoch: int = 0
     #: A kernel for every second call, in place of the other.
     alternate: str = ""
+    #: A rank that the host gives up, so many nanoseconds after the start; none below 0.
+    lost: int = -1
+    lost_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,7 @@ class Outcome:
     lane: int
     epoch: int
     detail: int
+    mine: int
     input: np.ndarray[Any, Any]
     output: np.ndarray[Any, Any]
     #: The bytes around the output; None where the output lies in the input.
@@ -277,10 +284,11 @@ class Emulation:
         repeats = len(launch.ranks[0].input)
         message = [
             struct.pack(
-                "<12I6Q", launch.operation, launch.element, dtype.itemsize, size, launch.blocks,
+                "<12I8Q", launch.operation, launch.element, dtype.itemsize, size, launch.blocks,
                 launch.threads, launch.root, launch.two_step, launch.fresh, launch.input_rows,
                 launch.output_rows, repeats, launch.budget, launch.chunk, launch.lines,
-                launch.packs, next(self._seeds), launch.epoch,
+                launch.packs, next(self._seeds), launch.epoch, launch.lost + 1,
+                launch.lost_after,
             )
         ]  # fmt: skip
         for rank in launch.ranks:
@@ -307,7 +315,9 @@ class Emulation:
         outcomes = []
         for rank in launch.ranks:
             row = rank.input.shape[2] * dtype.itemsize
-            code, culprit, lane, epoch, detail = struct.unpack("<2I3Q", self._read(32, deadline))
+            code, culprit, lane, epoch, detail, mine, _ = struct.unpack(
+                RECORD, self._read(struct.calcsize(RECORD), deadline)
+            )
             inputs, outputs, guards = b"", b"", b""
             for _ in range(repeats):
                 inputs += self._read(row * launch.input_rows, deadline)
@@ -316,7 +326,7 @@ class Emulation:
                 guards += framed[:GUARD] + framed[-GUARD:]
             outcomes.append(
                 Outcome(
-                    code, culprit, lane, epoch, detail,
+                    code, culprit, lane, epoch, detail, mine,
                     np.frombuffer(inputs, dtype).reshape(repeats, launch.input_rows, -1),
                     np.frombuffer(outputs, dtype).reshape(repeats, launch.output_rows, -1),
                     None if rank.in_place == "output in input" else guards,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from emulated import GUARD, POISON, Emulation
+from emulated import GUARD, POISON, RECORD, Emulation
 
 __all__ = ["Call", "Mail", "Outcome", "Record", "Scene", "check", "content"]
 
@@ -25,6 +25,8 @@ class Call:
     size: int = 0
     sent: int = FINGERPRINT
     expected: int = FINGERPRINT
+    #: That the push may use; 0 for all.
+    tracks: int = 0
     input_skew: int = 0
     output_skew: int = 0
     #: A call that must have ended before.
@@ -48,6 +50,9 @@ class Scene:
     #: How many messages and slots have passed on each channel and track, where it is fresh.
     messages: int = 0
     passed: int = 0
+    #: A rank that the host gives up, so many nanoseconds after the start; none below 0.
+    lost: int = -1
+    lost_after: int = 0
     #: By rank and name of the stream.
     streams: dict[tuple[int, str], list[Call]] = field(default_factory=dict)
     #: The last push on each channel, and all that was pushed.
@@ -71,9 +76,9 @@ class Scene:
         self.streams.setdefault((rank, stream), []).append(call)
         return call
 
-    def send(self, rank: int, to: int, data: bytes, skew: int = 0) -> Call:
+    def send(self, rank: int, to: int, data: bytes, skew: int = 0, tracks: int = 0) -> Call:
         """A send, beside the stream on which the rank receives."""
-        return self.add(rank, Call(to, data, input_skew=skew), "sends")
+        return self.add(rank, Call(to, data, input_skew=skew, tracks=tracks), "sends")
 
     def recv(self, rank: int, origin: int, size: int, skew: int = 0, stream: str = "main") -> Call:
         """A recv."""
@@ -100,6 +105,8 @@ class Record:
     lane: int
     epoch: int
     detail: int
+    mine: int
+    abort: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,9 @@ class Mail(Emulation):
         numbers = {id(call): number for number, call in enumerate(calls, 1)}
         message = [
             struct.pack(
-                "<8I6Q", scene.size, len(scene.streams), scene.threads, scene.fresh, scene.letters,
+                "<8I8Q", scene.size, len(scene.streams), scene.threads, scene.fresh, scene.letters,
                 scene.slots, scene.tracks, 0, scene.letter, scene.slot, scene.budget,
-                next(self._seeds), scene.messages, scene.passed,
+                next(self._seeds), scene.messages, scene.passed, scene.lost + 1, scene.lost_after,
             )
         ]  # fmt: skip
         for (rank, _), stream in scene.streams.items():
@@ -144,16 +151,18 @@ class Mail(Emulation):
             for call in stream:
                 message += [
                     struct.pack(
-                        "<6Q2IQ", call.to % (1 << 64), len(call.data), call.sent,
-                        call.origin % (1 << 64), call.size, call.expected, call.input_skew,
-                        call.output_skew, numbers[id(call.after)] if call.after else 0,
+                        "<7Q2IQ", call.to % (1 << 64), len(call.data), call.sent,
+                        call.origin % (1 << 64), call.size, call.expected,
+                        call.tracks or scene.tracks, call.input_skew, call.output_skew,
+                        numbers[id(call.after)] if call.after else 0,
                     ),
                     call.data,
                 ]  # fmt: skip
         deadline = time.monotonic() + self.patience
         self._write(b"".join(message))
         records = [
-            Record(*struct.unpack("<2I3Q", self._read(32, deadline))) for _ in range(scene.size)
+            Record(*struct.unpack(RECORD, self._read(struct.calcsize(RECORD), deadline)))
+            for _ in range(scene.size)
         ]
         outputs = {id(call): self._read(call.size + 2 * GUARD, deadline) for call in calls}
         return Outcome(records, outputs)

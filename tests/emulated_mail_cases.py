@@ -74,7 +74,8 @@ def any_scene(rng: np.random.Generator, size: int, events: int, largest: int = 2
             int(x) if rng.integers(2) else int(x) % 80 for x in rng.integers(0, largest, 2)
         )
         if rng.integers(2):
-            scene.send(one, other, content(rng, there), skew(rng))
+            tracks = int(rng.integers(scene.tracks + 1))
+            scene.send(one, other, content(rng, there), skew(rng), tracks)
             scene.recv(other, one, there, skew(rng))
             continue
         for me, peer, mine, theirs in ((one, other, there, back), (other, one, back, there)):
@@ -82,6 +83,6 @@ def any_scene(rng: np.random.Generator, size: int, events: int, largest: int = 2
             if rng.integers(2):
                 scene.send_recv(me, peer, data, theirs, (skew(rng), skew(rng)))
             else:
-                scene.send(me, peer, data, skew(rng))
+                scene.send(me, peer, data, skew(rng), int(rng.integers(scene.tracks + 1)))
                 scene.recv(me, peer, theirs, skew(rng))
     return scene

@@ -243,7 +243,9 @@ def test_a_barrier_against_a_collective_is_a_mismatch() -> None:
                 if comm.rank:
                     comm.reduce(array, array)
                 else:
-                    comm._line._number += 1  # as if it had been numbered, to get to the engine
+                    comm._line.counts.numbered += (
+                        1  # as if it had been numbered, to get to the engine
+                    )
                     comm._registry.at_call(1)
                     comm.barrier()
             comm.barrier()

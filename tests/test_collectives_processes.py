@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 ROOT = Path(__file__).parents[1]
 
 
-def _spawned(n: int, target: Any, *args: Any, killed: tuple[int, ...] = ()) -> list[Any]:
+def spawned(n: int, target: Any, *args: Any, killed: tuple[int, ...] = ()) -> list[Any]:
     port = workers.free_port()
     reports = workers.in_processes("spawn", n, target, port, *args, killed=killed)
     for report in reports:
@@ -62,13 +62,13 @@ def test_ranks_of_mpi_do_everything_and_send_nothing_by_mpi_after_set_up(tmp_pat
 
 @pytest.mark.parametrize("register", ["auto", "manual"])
 def test_ranks_of_a_tcp_store_do_everything(register: str) -> None:
-    for told in _spawned(4, processes.everything_over_tcp, register):
+    for told in spawned(4, processes.everything_over_tcp, register):
         assert told["zero_copy"][-1] == (register == "auto")
         assert register == "auto" or not any(told["zero_copy"])
 
 
 def test_an_unchanged_script_runs_after_its_first_line_was_changed() -> None:
-    for rank, told in enumerate(_spawned(4, processes.unchanged_script)):
+    for rank, told in enumerate(spawned(4, processes.unchanged_script)):
         assert told["sums"] == [10.0, 10.0]
         assert told["rows"] == [400 * rank] * 2
         assert told["operation"] == "send_recv"
@@ -96,7 +96,7 @@ def test_the_script_fits_the_signatures_of_both_libraries() -> None:
 @pytest.mark.parametrize("where", ["collective", "before", "message"])
 def test_a_rank_that_is_killed_is_named_at_once_on_all_others(where: str) -> None:
     began = time.monotonic()
-    reports = _spawned(4, processes.be_killed, 2, where, killed=(2,))
+    reports = spawned(4, processes.be_killed, 2, where, killed=(2,))
     for rank, told in enumerate(reports):
         if rank != 2:
             assert told["ranks"] == (2,)
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_is_named_at_once_on_all_others(where: str) -> Non
 
 
 def test_processes_that_differ_all_get_the_same_mismatch_and_go_on() -> None:
-    reports = _spawned(3, processes.differ)
+    reports = spawned(3, processes.differ)
     assert reports[0] == reports[1] == reports[2]
     assert len(reports[0]) == 12
     assert all("nothing was written" in text for text in reports[0])

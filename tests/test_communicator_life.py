@@ -105,7 +105,7 @@ def test_a_captured_collective_is_replayed_with_the_data_of_each_time() -> None:
             given, taken = comm.empty(50, "i4"), comm.empty(50, "i4")
             cupy_zc.copyto(taken, 0)
             stream = comm._driver.make_stream()
-            number = comm._line._number
+            number = comm._line.counts.numbered
             stream.begin_capture()
             with stream:
                 comm.all_reduce(given, taken)
@@ -114,7 +114,7 @@ def test_a_captured_collective_is_replayed_with_the_data_of_each_time() -> None:
                     comm.barrier()
             graph = stream.end_capture()
             assert (cupy_zc.view(taken) == 0).all()
-            assert comm._line._number == number  # captured calls are not numbered
+            assert comm._line.counts.numbered == number  # captured calls are not numbered
             for turn in range(100):
                 cupy_zc.copyto(given, np.arange(50) + turn * comm.rank)
                 graph.launch(stream)

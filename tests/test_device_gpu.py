@@ -209,6 +209,39 @@ def test_calls_on_two_streams_come_one_after_the_other() -> None:
         work.run(comms, body)
 
 
+def test_a_stream_of_somebody_else_is_not_touched_after_the_call() -> None:
+    """Its owner may destroy it: what the communicator needs of it is an event."""
+    with ranks(2) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.full(1000, comm.rank + 1, "i4"))
+            meet(comm)
+            owner = cupy_zc.Stream(non_blocking=True, driver="cuda")
+            with pytest.deprecated_call():
+                foreign = cupy.cuda.ExternalStream(owner.ptr)
+            comm.all_reduce(array, array, stream=foreign)
+            owner.synchronize()
+            del owner
+            comm.all_reduce(array, array)
+            meet(comm)
+            np.testing.assert_array_equal(got(array), np.full(1000, 6, "i4"))
+
+        work.run(comms, body)
+
+
+@pytest.mark.multi_gpu
+def test_ranks_of_one_process_may_have_a_gpu_each() -> None:
+    with ranks(2, devices=[1, 0]) as comms:
+
+        def body(comm: Communicator) -> None:
+            with cupy.cuda.Device(comm._device), cupy_zc.Stream(driver="cuda"):
+                buffers = Buffers.of(comm)
+                for case in work.cases(2)[::7]:
+                    work.check(comm, case, buffers)
+
+        work.run(comms, body)
+
+
 def test_ranks_that_share_a_gpu_may_use_the_null_stream() -> None:
     with ranks(2) as comms:
         arrays = [_of_cuda_malloc(4000).view("f4") for _ in comms]
@@ -272,6 +305,34 @@ def test_send_recv_exchanges_arrays_and_meets_a_send_and_a_recv(count: int) -> N
                 comm.recv(target, 1)
             meet(comm)
             np.testing.assert_array_equal(got(target), np.arange(count, dtype="f4") + 1 - comm.rank)
+
+        work.run(comms, body)
+
+
+@pytest.mark.parametrize("count", [100, 3 << 20])
+def test_what_goes_to_one_peer_keeps_its_order_whatever_calls_it_goes_by(count: int) -> None:
+    """A send is pushed by itself; a send_recv right behind it must not overtake it."""
+    with ranks(2) as comms:
+
+        def body(comm: Communicator) -> None:
+            peer = 1 - comm.rank
+            sent = [filled(comm, np.full(count, 10 * comm.rank + i, "f4")) for i in range(6)]
+            taken = [comm.empty(count, "f4") for _ in sent]
+            meet(comm)
+            for i in (0, 2, 4):
+                comm.send(sent[i], peer)
+                if i:  # the peer's half of it comes later than its sends
+                    comm.recv(taken[i - 2], peer)
+                    comm.recv(taken[i - 1], peer)
+                comm.send(sent[i + 1], peer)
+            comm.recv(taken[4], peer)
+            comm.recv(taken[5], peer)
+            comm.send(sent[0], peer)
+            comm.recv(taken[0], peer)
+            comm.send_recv(sent[1], taken[1], peer)
+            meet(comm)
+            for i, array in enumerate(taken):
+                np.testing.assert_array_equal(got(array), np.full(count, 10 * peer + i, "f4"))
 
         work.run(comms, body)
 
@@ -371,3 +432,25 @@ def test_a_rank_that_stops_calling_is_named_in_time_and_the_context_lives_on() -
             np.testing.assert_array_equal(got(small), np.ones(10, "f4"))
 
         work.run(comms, body)
+
+
+# Life
+
+
+def test_two_hundred_communicators_leave_no_memory_behind() -> None:
+    driver = select("cuda")
+    free = []
+    for number in range(200):
+        with ranks(2) as comms:
+
+            def body(comm: Communicator) -> None:
+                one, other = comm.zeros(1000, "f4"), comm.zeros(1000, "f4")
+                comm.all_reduce(one, one)
+                comm.send(one, 1 - comm.rank)
+                comm.recv(other, 1 - comm.rank)
+                comm.synchronize()
+
+            work.run(comms, body)
+        if number in (40, 199):  # what CUDA allocates for a first time is there by then
+            free.append(driver.memory_info(0).free)
+    assert free[0] - free[1] < 32 << 20

@@ -1,8 +1,7 @@
-"""The device engine without a GPU: plans, the layout of arguments and lanes, fingerprints."""
+"""The device engine without a GPU: plans and fingerprints."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 
 import numpy as np
@@ -11,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_zc import kernels
-from cupy_zc.collectives import device_lane
 from cupy_zc.collectives.call import Call
-from cupy_zc.collectives.device_args import Args, Record, Sizes, described, fingerprint
+from cupy_zc.collectives.device_args import described, fingerprint
 from cupy_zc.collectives.device_plan import (
     CHUNK,
     LINE_DATA,
@@ -79,43 +77,6 @@ def test_an_array_without_elements_still_has_a_plan(
     operation: Operation, itemsize: int, machine: Machine
 ) -> None:
     assert device_plan(operation, 0, itemsize, machine).function or machine.ranks == 1
-
-
-def test_arguments_lie_where_the_kernels_look_for_them() -> None:
-    """Field by field against the structures of types.cuh, which asserts their sizes."""
-    text = kernels.source("types.cuh")
-    for kind in (Args, Record):
-        name = {Args: "Args", Record: "ErrorRecord"}[kind]
-        body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
-        assert body is not None
-        fields = re.findall(r"^    u(\d+) (\w+)(\[MAX_RANKS\])?;", body[1], re.MULTILINE)
-        there = [
-            (field, 8 * ctypes.sizeof(type_) // (8 if many else 1), bool(many))
-            for (field, type_), (_, _, many) in zip(kind._fields_, fields, strict=True)
-        ]
-        assert there == [(field, int(bits), bool(many)) for bits, field, many in fields]
-        assert f"sizeof({name}) == {ctypes.sizeof(kind)}" in text
-
-
-@given(st.integers(2, 8), st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 99))
-def test_a_lane_has_the_bytes_that_the_kernels_count(
-    ranks: int, lines: int, packs: int, chunk: int
-) -> None:
-    """The formula of types.cuh, which a static_assert there pins for one more example."""
-    fixed = int(re.search(r"LL128 = (\d+);", kernels.source("types.cuh"))[1])  # type: ignore[index]
-    buffers = 2 * (ranks - 1) * (lines * 128 + packs * 32)
-    assert Sizes(lines, packs, chunk * 128).lane_bytes(ranks) == fixed + buffers + 512 * chunk
-
-
-def test_the_parts_of_a_lane_that_the_host_reads_are_where_kernels_put_them() -> None:
-    pads = 2 * device_lane.MAX_RANKS * device_lane.WORD_BYTES
-    text = kernels.source("types.cuh")
-    blocks = int(re.search(r"MAX_BLOCKS = (\d+);", text)[1])  # type: ignore[index]
-    assert f"MAX_RANKS = {device_lane.MAX_RANKS};" in text
-    assert f"WORD_BYTES = {device_lane.WORD_BYTES};" in text
-    # The pads of the barriers, and as many of the rings.
-    assert pads + 2 * device_lane.MAX_RANKS * blocks * 8 == device_lane.STATE
-    assert f"TICKET_BITS = {device_lane.TICKET_BITS};" in kernels.source("wait.cuh")
 
 
 def test_scratch_holds_a_line_of_every_row_and_a_whole_number_of_lines() -> None:

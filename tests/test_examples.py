@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 DIGITS = "data_parallel_digits.py"
 POISSON = "conjugate_gradient.py"
+GRAPH = "cuda_graph.py"
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 
 
@@ -133,9 +134,27 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
     assert "--size 1: expected at least one row for each of 2 ranks" in result.stderr
 
 
-@pytest.mark.parametrize("name", [DIGITS, POISSON])
-def test_the_page_and_the_file_show_the_same_command(name):
-    command = f"mpiexec -n 4 python examples/{name}"
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_replayed_iteration_gives_the_bits_of_the_eager_one(ranks, tmp_path):
+    said = report(run(GRAPH, "--size", 48, "--iterations", 120, ranks=ranks, folder=tmp_path))
+    assert said["ranks"] == f"{ranks}, host engine"
+    assert said["graph"].startswith("3 collectives, ")
+    assert said["zero-copy"] == "yes, in every replay"
+    assert said["replayed"].startswith("equal")
+    assert number(r"^([\d.e+-]+) of", said["residual"]) < 1e-2
+    assert number(r"eager ([\d.]+) ms", said["time"]) > 0
+    assert number(r"replayed ([\d.]+) ms", said["time"]) > 0
+
+
+def test_no_iterations_are_refused(tmp_path):
+    result = run(GRAPH, "--iterations", 0, ranks=1, folder=tmp_path)
+    assert result.returncode == 2
+    assert "one iteration" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(DIGITS, 4), (POISSON, 4), (GRAPH, 2)])
+def test_the_page_and_the_file_show_the_same_command(name, ranks):
+    command = f"mpiexec -n {ranks} python examples/{name}"
     assert command in PAGE
     assert command in (ROOT / "examples" / name).read_text()
 

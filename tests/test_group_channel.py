@@ -366,3 +366,12 @@ def test_mail_to_nobody_is_refused() -> None:
         opened[0].close()
         with pytest.raises(ClosedError):
             opened[0].recv(1)
+
+
+@pytest.mark.parametrize("size", [0, 10, 1 << 14, (1 << 14) + 1, 1 << 20])
+def test_a_message_of_any_size_arrives_whole(size: int) -> None:
+    """Small ones are sent in one piece with their head."""
+    with workers.channels(2) as opened:
+        payload = os.urandom(size)
+        for gathered in workers.all_fine(workers.on_all(opened, lambda c: c.all_gather(payload))):
+            assert gathered == [payload] * 2

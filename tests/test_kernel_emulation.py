@@ -118,6 +118,20 @@ def test_calls_of_every_kind_share_a_lane_across_wraps_of_the_epoch(
         fresh = False
 
 
+@pytest.mark.parametrize("epoch", [(1 << 32) - 4, (1 << 32) - 3, (1 << 33) - 3])
+def test_fresh_memory_is_not_taken_for_a_packet_where_flags_wrap(
+    emulation: Emulation, epoch: int
+) -> None:
+    """It ends flags of 0: a call of number 2^32 reduced the zeros of a lane without such a call."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        for case in ("two_shot", "ll"):
+            launch = launch_of(rng, case, 3, FLOAT32, count=200, repeats=2)
+            launch.packs, launch.lines, launch.chunk = 64, 0, 768
+            launch.fresh, launch.epoch = case == "two_shot", epoch
+            check(launch, emulation.run(launch))
+
+
 @settings(max_examples=1000 if THOROUGH else 150, deadline=None)
 @given(st.data())
 def test_any_launch_at_all(emulation: Emulation, data: st.DataObject) -> None:
@@ -140,6 +154,7 @@ def test_a_rank_that_calls_something_else_is_told_to_all_and_nothing_is_written(
             assert outcome.code == MISMATCH  # long before the budget, or it were a time-out
             assert (outcome.rank == odd) == (number != odd)
             assert outcome.detail == launch.ranks[0 if number != 0 else 1].fingerprint or size > 2
+            assert outcome.mine == launch.ranks[number].fingerprint
             assert (outcome.lane, outcome.epoch) == (7, 1)
             assert outcome.untouched
 

@@ -71,16 +71,23 @@ MUTATIONS = {
     "room for a letter": ("channel.cuh", "args_.letters >=", "args_.letters + 1 >="),
     "flags of data": ("channel.cuh", "flag(), pack);", "flag(), pack) || true;"),
     "flags of a header": ("channel.cuh", "flag(), header);", "flag(), header) || true;"),
-    "flags other than 0": ("channel.cuh", "number_ % 0xffffffff + 1", "number_"),
+    "flags other than 0": ("packets.cuh", "number % 0xffffffff + 1", "number"),
     "comparison of fingerprints": ("channel.cuh", "header.low == part.fingerprint && ", ""),
-    "comparison of lengths": ("channel.cuh", " && header.high == part.bytes", ""),
+    "comparison of lengths": ("channel.cuh", "bytes == part.bytes", "bytes != ~0ull"),
     "header of a letter before its data": (
-        "mail.cu", "!= blockDim.x - 1 || channel.greet()", "!= blockDim.x - 1 || true"),
+        "mail.cu", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
     "header of slots before their data": (
-        "channel.cuh", "return greet();", "return true;"),
+        "mail.cu", "tracks = channel.greet();", "tracks = channel.blocks();"),
+    "tracks of the sender": (
+        "mail.cu", "return tracks;", "return tracks == 0 ? 0 : channel.blocks();"),
+    "tracks in a header": (
+        "channel.cuh", "const u64 tracks = blocks();", "const u64 tracks = blocks() > 1 ? 2 : 1;"),
+    "tracks that a message leaves out": (
+        "mail.cu", "channel.track < tracks ? channel.track * chunk : part.bytes",
+        "channel.track * chunk"),
     "refusal": ("channel.cuh", "refused, number_)", "refused, 0)"),
     "advance of the number": ("channel.cuh", "messages, number_)", "messages, number_ - 1)"),
-    "wait of the last to leave": ("channel.cuh", ", 1) + 1 != blocks", ", 1) + 1 == 0"),
+    "wait of the last to leave": ("channel.cuh", ", 1) + 1 != leavers", ", 1) + 1 == 0"),
     "slots of earlier messages": ("mail.cu", "channel.passed(), passed)", "channel.passed(), 0)"),
     "meeting after a slot was filled": (
         "mail.cu", "part.bytes - at);\n        __syncthreads();", "part.bytes - at);"),

@@ -90,7 +90,7 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
     "flag of a line": (
         "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_", ("ll128",), False),
     "flag of a packet": (
-        "packets.cuh", "is_of(high.high, number)", "true", ("ll",), False),
+        "packets.cuh", "is_of(high.high, flag)", "true", ("ll",), False),
     "fingerprint in a flag": (
         "lines.cuh", "args_.fingerprint & 0xffffff", "0", ("ll128",), False),
     "comparison of fingerprints": (

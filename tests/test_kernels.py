@@ -96,6 +96,24 @@ def test_so_are_those_that_move_lines(name: str) -> None:
     assert f".text.ll128_{name}\0".encode() in compiled("ll128_move.cu", "sm_90")
 
 
+@pytest.mark.parametrize("operation", ["Sum", "Prod", "Min", "Max", "Avg"])
+def test_no_option_of_the_compiler_flushes_small_numbers_to_zero(operation: str) -> None:
+    """CuPy adds -ftz=true, which must change no instruction: the host driver keeps them, too."""
+    options = {
+        flush: ProgramOptions(
+            arch="sm_90", std="c++17", ftz=flush,
+            include_path=str(kernels.path("ll128.cu").parent),
+            define_macro=[("CUPY_ZC_ELEMENT", "float"), ("CUPY_ZC_OPERATION", operation)],
+        )
+        for flush in (False, True)
+    }  # fmt: skip
+    codes = {
+        bytes(Program(kernels.source("ll128.cu"), "c++", each).compile("cubin").code)
+        for each in options.values()
+    }
+    assert len(codes) == 1
+
+
 def test_only_the_header_for_it_holds_ptx() -> None:
     holders = [name for name in (*SOURCES, *HEADERS) if re.search(r"\basm\b", kernels.source(name))]
     assert holders == ["ptx.cuh"]

@@ -31,11 +31,21 @@ class Calls(ABC):
     rank, that the other one is this rank's (``scatter``, ``gather``: the root's) row of it. It is
     allowed everywhere. Arrays that overlap in another way work too, at the price of a copy.
 
+    On a stream that is capturing a call is recorded, by all ranks together: they compare what they
+    capture and register its arrays, whose memory is kept until the graph and all its executables
+    are gone. Point-to-point calls are recorded without a word to the peers, and must be replayed in
+    the order in which they fit; their arrays are kept as well, but not registered.
+
     Raises (every call; before anything is enqueued):
         InvalidTypeError: no ``cupy.ndarray``, an unknown dtype, unequal dtypes, no integer.
         InvalidValueError: sizes, order, device, root or peer, op; with both sides.
         NotZeroCopyError: the communicator is strict, and this rank would copy.
         ClosedError: the communicator is closed, or a former call failed.
+
+    Raises (a collective in a capture; nothing is recorded then):
+        MismatchError: ranks capture different calls, or one of them is at another call.
+        AgreementError: a rank could not register its arrays, or is strict and would copy.
+        PeerTimeoutError: a rank has gone or did not come in time. The communicator is over then.
 
     Raises (every call, when it runs; from ``synchronize()`` where it was queued):
         MismatchError: ranks call different things; on all of them, nothing written.
@@ -46,7 +56,7 @@ class Calls(ABC):
 
     @abstractmethod
     def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
-        """Enqueue a collective that was made before with the same arguments.
+        """Enqueue a call that was made before with the same arguments.
 
         Args:
             key: The arguments, the arrays by ``id``.
@@ -59,12 +69,14 @@ class Calls(ABC):
         """
 
     @abstractmethod
-    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
-        """Enqueue a collective, and keep how it was done under a key of :meth:`_again`."""
+    def _collective(
+        self, call: Call, stream: Any, key: tuple[Any, ...], source: Any, target: Any
+    ) -> None:
+        """Enqueue a collective, and keep how it was done for :meth:`_again`."""
 
     @abstractmethod
-    def _mail(self, letter: Letter, stream: Any) -> None:
-        """Enqueue a point-to-point call."""
+    def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
+        """Enqueue a point-to-point call, and keep it as :meth:`_collective` does."""
 
     def all_reduce(
         self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None
@@ -81,7 +93,9 @@ class Calls(ABC):
         """
         key = (Operation.ALL_REDUCE, id(in_array), id(out_array), op)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_reduce(in_array, out_array, op), stream, key)
+            self._collective(
+                self._checker.all_reduce(in_array, out_array, op), stream, key, in_array, out_array
+            )
 
     def reduce(
         self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
@@ -97,7 +111,13 @@ class Calls(ABC):
         """
         key = (Operation.REDUCE, id(in_array), id(out_array), root, op)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.reduce(in_array, out_array, root, op), stream, key)
+            self._collective(
+                self._checker.reduce(in_array, out_array, root, op),
+                stream,
+                key,
+                in_array,
+                out_array,
+            )
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Copy the array of ``root`` to that of all other ranks.
@@ -109,7 +129,8 @@ class Calls(ABC):
         """
         key = (Operation.BROADCAST, id(in_out_array), root)
         if not self._again(key, in_out_array, in_out_array, stream):
-            self._collective(self._checker.broadcast(in_out_array, root), stream, key)
+            call = self._checker.broadcast(in_out_array, root)
+            self._collective(call, stream, key, in_out_array, in_out_array)
 
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
@@ -127,7 +148,7 @@ class Calls(ABC):
         key = (Operation.REDUCE_SCATTER, id(in_array), id(out_array), count, op)
         if not self._again(key, in_array, out_array, stream):
             call = self._checker.reduce_scatter(in_array, out_array, count, op)
-            self._collective(call, stream, key)
+            self._collective(call, stream, key, in_array, out_array)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
         """Give every rank the arrays of all ranks, one after the other.
@@ -140,7 +161,13 @@ class Calls(ABC):
         """
         key = (Operation.ALL_GATHER, id(in_array), id(out_array), count)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_gather(in_array, out_array, count), stream, key)
+            self._collective(
+                self._checker.all_gather(in_array, out_array, count),
+                stream,
+                key,
+                in_array,
+                out_array,
+            )
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give ``root`` the arrays of all ranks, one after the other.
@@ -154,7 +181,9 @@ class Calls(ABC):
         """
         key = (Operation.GATHER, id(in_array), id(out_array), root)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.gather(in_array, out_array, root), stream, key)
+            self._collective(
+                self._checker.gather(in_array, out_array, root), stream, key, in_array, out_array
+            )
 
     def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Give each rank its row of the array of ``root``.
@@ -168,7 +197,9 @@ class Calls(ABC):
         """
         key = (Operation.SCATTER, id(in_array), id(out_array), root)
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.scatter(in_array, out_array, root), stream, key)
+            self._collective(
+                self._checker.scatter(in_array, out_array, root), stream, key, in_array, out_array
+            )
 
     def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
         """Give each rank its row of the arrays of all ranks.
@@ -180,7 +211,9 @@ class Calls(ABC):
         """
         key = (Operation.ALL_TO_ALL, id(in_array), id(out_array))
         if not self._again(key, in_array, out_array, stream):
-            self._collective(self._checker.all_to_all(in_array, out_array), stream, key)
+            self._collective(
+                self._checker.all_to_all(in_array, out_array), stream, key, in_array, out_array
+            )
 
     def send(self, array: Any, peer: int, stream: Any = None) -> None:
         """Send an array to one rank. It does not wait for the receiver, so it copies the array.
@@ -191,7 +224,7 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("send", "peer", peer)
-        self._mail(Letter("send", peer, self._parcel("send", "array", array), None), stream)
+        self._mail(Letter("send", peer, self._parcel("send", "array", array), None), stream, ())
 
     def recv(self, out_array: Any, peer: int, stream: Any = None) -> None:
         """Receive the next array that one rank sends to this one.
@@ -203,7 +236,10 @@ class Calls(ABC):
             stream: None for the current one.
         """
         peer = self._checker.rank_of("recv", "peer", peer)
-        self._mail(Letter("recv", peer, None, self._parcel("recv", "out_array", out_array)), stream)
+        key = ("recv", id(out_array), peer)
+        if not self._again(key, out_array, out_array, stream):
+            taken = self._parcel("recv", "out_array", out_array)
+            self._mail(Letter("recv", peer, None, taken), stream, key)
 
     def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
         """Send one array to a rank and receive another one from it.
@@ -216,6 +252,9 @@ class Calls(ABC):
         """
         call = "send_recv"
         peer = self._checker.rank_of(call, "peer", peer)
+        key = (call, id(in_array), id(out_array), peer)
+        if self._again(key, in_array, out_array, stream):
+            return
         given = self._parcel(call, "in_array", in_array)
         taken = self._parcel(call, "out_array", out_array)
         if peer == self._checker.rank and given.kind != taken.kind:
@@ -223,7 +262,7 @@ class Calls(ABC):
                 self._checker.name(call), "out_array", str(taken),
                 f"{given}, which this rank sends to itself",
             )  # fmt: skip
-        self._mail(Letter(call, peer, given, taken), stream)
+        self._mail(Letter(call, peer, given, taken), stream, key)
 
     def _parcel(self, call: str, name: str, array: Any) -> Parcel:
         info = self._checker.array(call, name, array)

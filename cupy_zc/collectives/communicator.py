@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,16 @@ import numpy as np
 
 from ..arrays import copyto
 from ..driver.api import Driver
-from ..errors import Error, InvalidTypeError, InvalidValueError, NotZeroCopyError
+from ..errors import Error, InvalidTypeError, InvalidValueError, LiveGraphsError
 from ..group import Bootstrap, Channel, Topology, from_mpi, vote
-from ..registration import MulticastStatus, Registration, Registry, Rule, SymmetricHeap
+from ..registration import (
+    LeaseInfo,
+    MulticastStatus,
+    Registration,
+    Registry,
+    Rule,
+    SymmetricHeap,
+)
 from . import opening
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
@@ -43,10 +50,15 @@ class Communicator(Calls):
     Made by :func:`~cupy_zc.init_process_group`, :meth:`from_mpi`, :meth:`in_process` or
     :meth:`split`. Collective calls are made by all ranks in the same order. A communicator may be
     used by several threads of a process, whose calls take turns, and on several streams: work on
-    one waits for the work enqueued on another one before. A captured call belongs to its graph; the
-    ranks meet when it is replayed.
+    one waits for the work enqueued on another one before.
 
-    A context manager; :meth:`close` is local. At exit of the process open ones are closed.
+    A call on a stream that is capturing is recorded into the graph: capturing is as collective as
+    calling, and then the ranks meet when they replay. Its arrays are registered, and their memory
+    is kept, for as long as the graph lives. A graph has a lane of its own: replays on one stream
+    and calls on another one do not wait for each other.
+
+    A context manager; :meth:`close` is local. Where an error leaves the block, and at exit of the
+    process, live graphs do not keep it from being closed.
     """
 
     def __init__(
@@ -84,7 +96,8 @@ class Communicator(Calls):
         self.backend = self._engine.name
         self._line = Line(
             self._checker, self._driver, self._registry, self._engine,
-            automatic=options.register == "auto", threads=options.threads, timeout=self._timeout,
+            automatic=options.register == "auto", threads=options.threads,
+            strict=options.strict, timeout=self._timeout,
         )  # fmt: skip
         self._registry.multicast.start(
             self._engine.multicast_probe, self._heap.reserve_private, "Communicator",
@@ -108,9 +121,12 @@ class Communicator(Calls):
     ) -> Communicator:
         """The ranks of an mpi4py communicator. Collective over it; MPI is used for set-up only.
 
+        A rank has the current device. Where all ranks of a node have the same one, and see more of
+        them, each rank gets another one, which is made current.
+
         Args:
             mpi_comm: An ``mpi4py.MPI.Intracomm``; None for ``MPI.COMM_WORLD``.
-            backend: "auto", or "host", the engine of the host driver.
+            backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
             timeout: Seconds to wait for a rank in a call; None for ``settings().timeout``.
             deterministic: Results bitwise equal from run to run. The host engine's always are.
             strict: Raise :class:`~cupy_zc.NotZeroCopyError` where this rank would copy its data
@@ -131,6 +147,7 @@ class Communicator(Calls):
         options = opening.Options.of(
             "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
             deterministic=deterministic, strict=strict, register=register, multicast=multicast,
+            spread=True,
         )  # fmt: skip
         return opening.start(cls, from_mpi(mpi_comm), options)
 
@@ -248,9 +265,11 @@ class Communicator(Calls):
         with self._line.turn("collect"):
             self._registry.collect()
 
-    def leases(self) -> tuple[Any, ...]:
-        """Live leases of graphs; the host engine needs none: a graph keeps its arrays itself."""
-        return ()
+    def leases(self) -> tuple[LeaseInfo, ...]:
+        """What this communicator holds for graphs that live, oldest first. Local."""
+        with self._line.turn("leases"):
+            live = self._registry.leases.live()
+            return tuple(lease.info(self._engine.lane_bytes) for lease in live)
 
     @property
     def multicast(self) -> MulticastStatus:
@@ -274,15 +293,18 @@ class Communicator(Calls):
                 name = self._checker.name("barrier")
                 raise Error(f"{name}: it waits for the ranks, which a capture cannot record")
             self._line.enqueue("barrier", BARRIER, stream)
-        stream.synchronize()
+        self._engine.wait(stream)
         self._engine.check("Communicator.barrier")
 
     def synchronize(self) -> None:
-        """Wait for all calls enqueued here; what went wrong in one is raised."""
+        """Wait for all calls enqueued here; what went wrong in one is raised.
+
+        A ``send`` is done, as far as this goes, when its array was copied.
+        """
         with self._line.turn("synchronize"):
-            stream = self._line.last_stream
-        if stream is not None:
-            stream.synchronize()
+            point = self._line.point
+        if point is not None:
+            self._engine.wait(point)
         self.check()
 
     def check(self) -> None:
@@ -294,10 +316,16 @@ class Communicator(Calls):
         with self._line.turn("check"):
             pass
 
-    def close(self) -> None:
+    def close(self, force: bool = False) -> None:
         """Leave the group. Local, allowed twice. Calls still enqueued are waited for.
 
+        Args:
+            force: Close although graphs live that call this communicator. Replays under way are
+                waited for; those that come later do nothing, and raise ClosedError.
+
         Raises:
+            LiveGraphsError: there are such graphs; the communicator can still be used. One that
+                cannot since a call failed is closed.
             DriverError: the first thing that went wrong; everything else was done all the same.
         """
         if os.getpid() != self._line.owner:  # a forked child, where a lock may be held for ever
@@ -305,17 +333,20 @@ class Communicator(Calls):
         with self._line.held("close"):
             if self._line.closed:
                 return
+            over = self._talk.closed  # since a call failed; then replays fail anyway
+            if not (force or over) and (graphs := self._registry.leases.lasting()):
+                raise LiveGraphsError(self._checker.name("close"), graphs)
+            if self._registry.leases.live():
+                self._engine.invalidate()
             self._line.closed = True
             _open.discard(self)
-            stream = self._line.last_stream
             with ExitStack() as stack:
                 stack.callback(self._bootstrap.close)
                 stack.callback(self._heap.close)
                 stack.callback(self._engine.close)
                 stack.callback(self._registry.close)  # waits for the device, and with it for ...
                 stack.callback(self._part)  # ... ranks of the same device that wait for this one
-                if stream is not None and not self._line.capturing(stream):
-                    stream.synchronize()
+                self._line.wait()
 
     def stop(self) -> None:
         """:meth:`close`, by the name that ``cupyx.distributed`` has for it."""
@@ -330,7 +361,7 @@ class Communicator(Calls):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(force=error is not None)
 
     def __repr__(self) -> str:
         state = ", closed" if self._line.closed else ""
@@ -341,40 +372,29 @@ class Communicator(Calls):
     def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
         return self._line.again(key, source, target, stream)
 
-    def _collective(self, call: Call, stream: Any, key: tuple[Any, ...]) -> None:
+    def _collective(
+        self, call: Call, stream: Any, key: tuple[Any, ...], source: Any, target: Any
+    ) -> None:
         with self._line.turn(call.operation.call):
-            self._admit(call.operation.call, call)
             self._line.enqueue(call.operation.call, call, stream)
-            self._line.keep(key, call)
+            self._line.keep(key, source, target)
 
-    def _mail(self, letter: Letter, stream: Any) -> None:
+    def _mail(self, letter: Letter, stream: Any, key: tuple[Any, ...]) -> None:
         with self._line.turn(letter.call):
-            self._admit(letter.call, letter)
             self._line.enqueue(letter.call, letter, stream)
-
-    def _admit(self, call: str, work: Call | Letter) -> None:
-        """Note what is not registered, and refuse it where the user asked for that."""
-        places = self._engine.places(work)
-        reasons = [place.reason for place in places if place.reason]
-        for place in places:
-            if place.segment is not None:
-                self._registry.touched(place.segment)
-        if reasons and self._options.strict:
-            raise NotZeroCopyError(
-                f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
-                "from empty() of the communicator; explain(array) says more"
-            )
+            arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
+            self._line.keep(key, arrays[0], arrays[-1])
 
     def _make_engine(self) -> Engine:
         if self._options.backend == "device":
             from .device import DeviceEngine  # needs what a machine without a GPU may lack
 
             return DeviceEngine(
-                self._registry, self._heap, self._checker, self._part, self._timeout
+                self._registry, self._heap, self._checker, self._departed, self._part, self._timeout
             )
         return HostEngine(
             self._registry, self._heap, self._letters, self._checker,
-            self._departed, self._part, self._timeout,
+            self._departed, self._part, self._interrupted, self._timeout,
         )  # fmt: skip
 
     def _departed(self) -> tuple[int, ...]:
@@ -382,6 +402,10 @@ class Communicator(Calls):
         if self._talk.closed:
             return tuple(rank for rank in range(self.size) if rank != self.rank)
         return self._talk.gone()
+
+    def _interrupted(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """An eager call waits for ranks that may be capturing instead."""
+        self._line.answer_captures(awaited, number, call)
 
     def _part(self) -> None:
         """Let the peers know that this rank makes no further calls."""
@@ -392,7 +416,7 @@ class Communicator(Calls):
 def _close_all() -> None:
     for each in list(_open):
         each._part()  # a thread that still waits for other ranks is not waited for
-        each.close()
+        each.close(force=True)
 
 
 atexit.register(_close_all)

@@ -75,6 +75,7 @@ class Control:
         rank: This one.
         addresses: Where the area of each rank is in this process, by rank.
         departed: Gives the ranks that have died or closed.
+        linger: Told of the ranks that are waited for, now and then in a long wait.
         timeout: Seconds that a meeting may take.
     """
 
@@ -83,10 +84,12 @@ class Control:
         rank: int,
         addresses: Sequence[int],
         departed: Callable[[], Collection[int]],
+        linger: Callable[[Collection[int]], None],
         timeout: float,
     ) -> None:
         self._rank = rank
         self._departed = departed
+        self._linger = linger
         self._timeout = timeout
         own = addresses[rank]
         size = len(addresses)
@@ -141,6 +144,7 @@ class Control:
                 raise gone(wait.what, dead & awaited.keys())
             if awaited:
                 wait.check(awaited)
+                self._linger(awaited)
                 peer = next(iter(awaited))
                 if _wait(awaited[peer], wait.slice(_SLICE)):
                     del awaited[peer]

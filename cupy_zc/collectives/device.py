@@ -11,29 +11,29 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
-from ..errors import ClosedError, Error
 from ..group.naming import name_ranks
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer
 from .checks import Checker
-from .device_args import EVERY_RANK, STAGED, Args, fingerprint, location
-from .device_failures import failure_in_words
+from .device_args import EVERY_RANK, STAGED, fingerprint, location
+from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
+from .device_health import Health
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_plan import Launch, Machine, device_plan
-from .device_setup import lines_are_whole, machine_of, test_mappings, zero_on_all
+from .device_setup import lines_are_whole, machine_of, step, test_mappings, zero_on_all
 from .device_windows import WindowTable
 from .dtypes import DTYPES
-from .engine import Place
+from .engine import Place, Repeat
 from .plan import REDUCTIONS, ROLES, Operation
 from .point_to_point import Letter
 
-__all__ = ["DeviceEngine", "DeviceRepeat"]
+__all__ = ["DeviceEngine"]
 
 #: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
 _ELEMENTS = (
@@ -46,65 +46,6 @@ assert len(_ELEMENTS) == len(DTYPES)
 _KEPT = 4096
 
 
-class _Shape(NamedTuple):
-    """A call but for where its arrays are, ready to be launched on a lane."""
-
-    plan: Launch
-    function: int
-    args: Args
-    #: Address of the array of addresses of parameters that a launch takes.
-    parameters: int
-    #: What keeps that array.
-    keep: Any
-    #: What it does where nobody stages.
-    transfer: Transfer
-
-
-class _Done(NamedTuple):
-    """What is known of the last call, without its arrays."""
-
-    #: None of a point-to-point call.
-    operation: Operation | None
-    root: int
-    plan: Launch | None
-    #: As far as this rank knows.
-    transfer: Transfer
-    stream: Any
-    lane: DeviceLane | None
-
-
-class DeviceRepeat:
-    """A call that was made, to be made again with the same arrays on the same lane.
-
-    It keeps no array: whoever asks for it again has them.
-    """
-
-    __slots__ = ("_done", "_engine", "_shape", "_values", "_version")
-
-    def __init__(self, engine: DeviceEngine, shape: _Shape, done: _Done, version: int) -> None:
-        args = shape.args
-        self._engine = engine
-        self._shape = shape
-        self._done = done
-        #: Of the registrations that the locations are from.
-        self._version = version
-        self._values = (args.input, args.output, args.input_location, args.output_location)
-
-    def launch(self, stream: Any) -> bool:
-        """Make it, if all is as it was; False, and nothing done, where it is not."""
-        engine, shape = self._engine, self._shape
-        if not engine.unchanged(self._version):
-            return False
-        args, plan = shape.args, shape.plan
-        args.input, args.output, args.input_location, args.output_location = self._values
-        launch(
-            shape.function, plan.blocks, 1, 1, plan.threads, 1, 1, 0, stream.ptr,
-            shape.parameters, 0,
-        )  # fmt: skip
-        engine.done = self._done
-        return True
-
-
 class DeviceEngine:
     """Carries out checked calls on a GPU.
 
@@ -114,6 +55,7 @@ class DeviceEngine:
         registry: Where arrays are; of the CUDA driver.
         heap: Memory that all ranks reach.
         checker: The names of calls, for errors.
+        departed: Gives the ranks that have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
         timeout: Seconds that a kernel waits for a peer.
 
@@ -129,6 +71,7 @@ class DeviceEngine:
         registry: Registry,
         heap: SymmetricHeap,
         checker: Checker,
+        departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
         timeout: float,
     ) -> None:
@@ -136,30 +79,40 @@ class DeviceEngine:
         assert isinstance(driver, CudaDriver)  # the engine is chosen by the driver's name
         self.rank = checker.rank
         self.size = checker.size
+        self.done: Done | None = None
+        #: That of the last call.
+        self.stream: Any = None
         self._registry = registry
         self._heap = heap
         self._driver = driver
         self._device = registry.device
-        self._checker = checker
-        self._abandon = abandon
         self._timeout = timeout
-        self._failure: BaseException | None = None
-        self.done: _Done | None = None
-        self._shape: _Shape | None = None
-        self._records = Records(driver)
+        self._health = Health(checker.rank, timeout, departed, abandon)
+        self._repeat: Repeat | None = None
         self._machine: Machine = machine_of(registry, self.size)
-        self._side = driver.make_stream(non_blocking=True)
-        self._windows = WindowTable(driver, registry, self.size, self._side)
+        self._records, self._side, self._windows = step(
+            registry, "set up the device engine", self._local_parts
+        )
         self._lanes: dict[int, DeviceLane] = {}
-        self._shapes: dict[tuple[Any, ...], _Shape] = {}
+        self._shapes: dict[tuple[Any, ...], Shape] = {}
         self._open_lane(0)
         if self.size > 1 and not lines_are_whole(self._lanes[0], registry, self._side):
             self._machine = dataclasses.replace(self._machine, whole_lines=False)
-        mail = MailSizes.of(self.size, self._machine.blocks)
-        self._mail = DeviceMail(
-            registry, heap, checker, mail, self._records, Records.COUNT - 1, timeout
+        sizes = MailSizes.of(self.size, self._machine.blocks)
+        area = heap.reserve(sizes.area_bytes(self.size))
+        self._mail = step(
+            registry,
+            "set up mail",
+            lambda: DeviceMail(registry, heap, area, checker, sizes, self._records, timeout),
         )
-        zero_on_all(registry, self._side, "the mail", self._mail.address, self._mail.size)
+        zero_on_all(registry, self._side, "the mail", area.ptr, area.size)
+        self._health.watch(self._mail.record, self._mail.describe)
+
+    def _local_parts(self) -> tuple[Records, Any, WindowTable]:
+        """What a rank makes by itself: records, a stream for set-up and inspection, the table."""
+        side = self._driver.make_stream(non_blocking=True)
+        table = WindowTable(self._driver, self._registry, self.size, side)
+        return Records(self._driver), side, table
 
     def _open_lane(self, number: int) -> None:
         lane = DeviceLane(
@@ -171,42 +124,37 @@ class DeviceEngine:
         address = lane.addresses[self.rank]
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane
+        self._health.watch(lane.record, None)
 
-    # Errors
+    # Errors, and waiting
 
     def check(self, call: object) -> None:
         """Raise what went wrong in a call that ran; see :meth:`Engine.check`."""
-        if self._failure is None:
-            failure = self._failure_of(call)
-            if failure is not None:
-                self.fail(failure)
-                raise failure
-        if self._failure is not None:
-            raise ClosedError(
-                f"{call} (rank {self.rank}): this communicator cannot be used since a call failed: "
-                f"{self._failure}; close it and make a new one"
-            ) from self._failure
+        self._health.check(call)
 
-    def _failure_of(self, call: object) -> Error | None:
-        """What went wrong in a call on the device; None where nothing did."""
-        if self._mail.record.code:
-            return failure_in_words(self._mail.record, call, self.rank, self._timeout, self._mail)
-        for lane in self._lanes.values():
-            if lane.record.code:
-                return failure_in_words(lane.record, call, self.rank, self._timeout, None)
-        return None
+    def is_well(self) -> bool:
+        """Whether no call has failed."""
+        return self._health.is_well()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> BaseException:
         """Make no further calls: the ranks have lost each other."""
-        if self._failure is None:
-            self._failure = error
-        self._abandon()
+        return self._health.fail(error, self.stream)
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream or an event; say so where it takes long, and for whom."""
+        self._health.wait(point, self._missing)
+
+    def _missing(self) -> list[int]:
+        with self._driver.use_device(self._device), self._side:
+            return self._lanes[0].missing()
 
     def close(self) -> None:
-        """Drop the tables. Work enqueued has ended before."""
+        """Give back what is not the heap's; graphs that live keep their lanes."""
         self._mail.close()
         self._shapes.clear()
-        self._lanes.clear()
+        self._repeat = self.done = self.stream = None
+        self._windows.close()
+        self._health.close()
 
     # Where arrays are
 
@@ -244,21 +192,67 @@ class DeviceEngine:
     def _plan(self, call: Call) -> Launch:
         return device_plan(call.operation, call.columns, call.dtype.itemsize, self._machine)
 
+    def _is_capturing(self, stream: Any) -> bool:
+        return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+
+    # Lanes of graphs
+
+    def open_lane(self) -> int:
+        """A lane for a graph. Collective."""
+        number = self._registry.lanes.take()
+        if number not in self._lanes:
+            try:
+                self._open_lane(number)
+            except BaseException:
+                self._registry.lanes.give_up(number)
+                raise
+        return number
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Nothing: every lane is as large as that of eager calls, for a replay is as quick."""
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane on this rank."""
+        return self._lanes[lane].size
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self._registry.lanes.drop(lane)
+
+    def decline(self) -> None:
+        """Nothing: kernels of peers that wait find it out by themselves, at their deadline."""
+
+    def invalidate(self) -> None:
+        """Make replays of all graphs do nothing from now on. Waits for those under way."""
+        self._driver.synchronize(self._device)
+        with self._side:
+            for number, lane in self._lanes.items():
+                if number:
+                    lane.shut()
+
     # A call
 
-    def enqueue(self, work: Call | Letter, stream: Any) -> None:
-        """Launch a call."""
-        self._shape = None
-        if self._driver.current_device() == self._device:
-            self._enqueue(work, stream, 0)
-        else:
-            with self._driver.use_device(self._device):
-                self._enqueue(work, stream, 0)
-
-    def _enqueue(self, call: Call | Letter, stream: Any, lane: int) -> None:
-        if isinstance(call, Letter):
-            self.done = _Done(None, 0, None, self._mail.enqueue(call, stream), stream, None)
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
+        """Launch a call, or record its launch."""
+        self._repeat = None
+        if isinstance(work, Letter):
+            self._deliver(work, stream)
             return
+        try:
+            self._enqueue(work, stream, lane)
+        except BaseException as error:
+            if not lane:  # the peers make this call, and wait for this rank
+                self.fail(error)
+            raise
+
+    def _deliver(self, letter: Letter, stream: Any) -> None:
+        transfer, made = self._mail.enqueue(letter, stream)
+        self.done = done = Done(None, 0, None, transfer, None)
+        self.stream = stream
+        if made is not None:
+            self._repeat = RepeatedLetter(self, made, done)
+
+    def _enqueue(self, call: Call, stream: Any, lane: int) -> None:
         source, target = call.input, self._output(call)
         if call.clash:
             with stream:
@@ -266,8 +260,8 @@ class DeviceEngine:
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
-            done = _Done(call.operation, call.root, plan, _transfer(call, plan, 1), stream, None)
-            self.done = done
+            self.done = Done(call.operation, call.root, plan, _transfer(call, plan, 1), None)
+            self.stream = stream
             return
         self._windows.refresh()
         shape = self._shape_of(call, lane)
@@ -277,33 +271,33 @@ class DeviceEngine:
         args.input_location = self._locate(source) if plan.input_remote else STAGED
         args.output_location = self._locate(target) if plan.output_remote else STAGED
         args.windows, args.arenas = self._windows.address, self._windows.arenas
-        launch(
-            shape.function, plan.blocks, 1, 1, plan.threads, 1, 1, 0, stream.ptr,
-            shape.parameters, 0,
-        )  # fmt: skip
+        launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
         if call.operation is Operation.BARRIER:
             return
         transfer = shape.transfer
         reasons = [place.reason for place in self.places(call) if place.reason]
         if reasons:
             transfer = dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
-        done = _Done(call.operation, call.root, plan, transfer, stream, self._lanes[lane])
-        self.done = done
+        # What peers do with a captured call is known when its graph is replayed, and not here.
+        where = None if lane else self._lanes[lane]
+        self.done = done = Done(call.operation, call.root, plan, transfer, where)
+        self.stream = stream
         if not call.clash and not lane:
-            self._shape = shape
+            self._repeat = RepeatedCall(self, shape, done, self._registry.version)
 
-    def repeat(self) -> DeviceRepeat | None:
+    def repeat(self) -> Repeat | None:
         """The call that was enqueued last, to be made again; see :meth:`Engine.repeat`."""
-        shape, done = self._shape, self.done
-        if shape is None or done is None:
-            return None
-        return DeviceRepeat(self, shape, done, self._registry.version)
+        return self._repeat
 
     def unchanged(self, version: int) -> bool:
-        """Whether arrays are where they were when the registrations had this version."""
+        """Whether arrays are where they were at this version of the registrations, and all is well.
+
+        It is asked in every call of a loop.
+        """
         return (
             version == self._registry.version
             and self._windows.version == self._registry.windows.version
+            and self.is_well()
         )
 
     @staticmethod
@@ -315,7 +309,7 @@ class DeviceEngine:
             else call.output
         )
 
-    def _shape_of(self, call: Call, number: int) -> _Shape:
+    def _shape_of(self, call: Call, number: int) -> Shape:
         key = (
             number, call.operation, call.code, call.reduction, call.root, call.columns,
             call.fortran,
@@ -327,7 +321,7 @@ class DeviceEngine:
             shape = self._shapes[key] = self._make_shape(call, self._lanes[number])
         return shape
 
-    def _make_shape(self, call: Call, lane: DeviceLane) -> _Shape:
+    def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
         defines: tuple[str, ...] = ()
         if plan.typed:
@@ -343,7 +337,7 @@ class DeviceEngine:
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         transfer = _transfer(call, plan, self.size)
-        return _Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
+        return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
         """What any collective of one rank is."""
@@ -358,12 +352,12 @@ class DeviceEngine:
         """What the last call did; what peers staged is known once it has ended."""
         if self.done is None:
             return None
-        operation, root, plan, transfer, stream, lane = self.done
-        if lane is None or plan is None:
+        operation, root, plan, transfer, lane = self.done
+        if lane is None or plan is None or not (plan.input_remote or plan.output_remote):
             return transfer
-        if not (plan.input_remote or plan.output_remote) or not stream.done:
+        if self._is_capturing(self.stream) or not self.stream.done:
             return transfer
-        with self._side:
+        with self._driver.use_device(self._device), self._side:
             said = lane.staging(self.size)
         gets = range(self.size)
         if operation in (Operation.REDUCE, Operation.GATHER):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
+from ..errors import Error
 from .call import Call, describe
 from .dtypes import DTYPES
 
@@ -24,6 +25,7 @@ __all__ = [
     "fingerprint",
     "location",
     "mix",
+    "nanoseconds",
     "unmix",
 ]
 
@@ -52,9 +54,16 @@ class Args(ctypes.Structure):
 
 
 class Record(ctypes.Structure):
-    """What went wrong first on a lane; memory that kernels write and the host reads."""
+    """What went wrong first on a lane; memory that kernels write and the host reads.
 
-    _fields_ = (("code", _u32), ("rank", _u32), ("lane", _u64), ("epoch", _u64), ("detail", _u64))
+    But for ``abort``, which the host writes: 0, or 1 + a rank that cannot come any more, for which
+    no kernel waits longer.
+    """
+
+    _fields_ = (
+        ("code", _u32), ("rank", _u32), ("lane", _u64), ("epoch", _u64), ("detail", _u64),
+        ("mine", _u64), ("abort", _u64),
+    )  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -73,8 +82,22 @@ class Sizes(NamedTuple):
 
 
 def location(arena: int, offset: int) -> int:
-    """Where an array is, in one word."""
+    """Where an array is, in one word.
+
+    Raises:
+        Error: there were more arenas than a word can tell.
+    """
+    if arena >= 1 << 16:
+        raise Error(
+            f"arena {arena} of this communicator cannot be named any more: {1 << 16} pools were "
+            "registered in its life; make a new communicator"
+        )
     return arena << 48 | offset
+
+
+def nanoseconds(seconds: float) -> int:
+    """A time-out for a kernel; one that is longer than 290 years is that long."""
+    return min(int(seconds * 1e9), (1 << 63) - 1)
 
 
 # A fingerprint is what a call is, in 64 bits, mixed so that any part of it differs where calls do.
@@ -134,4 +157,4 @@ def _check(kind: Any, size: int) -> None:
 
 
 _check(Args, 192)
-_check(Record, 32)
+_check(Record, 48)

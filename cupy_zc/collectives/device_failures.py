@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from ..errors import Error, MismatchError, PeerTimeoutError
 from .device_args import MISMATCH, Record, described
-from .device_mail import DeviceMail
 
-__all__ = ["failure_in_words"]
+__all__ = ["Describe", "failure_in_words"]
+
+Describe: TypeAlias = Callable[[int], str]
 
 
 def failure_in_words(
-    record: Record, call: object, rank: int, budget: float, mail: DeviceMail | None
+    record: Record, call: object, rank: int, budget: float, describe: Describe | None
 ) -> Error:
     """The error of a call that failed on the device.
 
@@ -19,23 +23,31 @@ def failure_in_words(
         call: Where the host found it, which is a later call.
         rank: This one.
         budget: Seconds that the kernel waited at most.
-        mail: The point-to-point calls, where it was one of them.
+        describe: Of a message, where it was a point-to-point call: what a fingerprint stands for.
     """
     peer, where = record.rank, f"{call} (rank {rank})"
-    if mail is not None:
+    if record.code != MISMATCH and record.abort == peer + 1:
+        what = f"call {record.epoch} of lane {record.lane}" if describe is None else "a message"
+        return PeerTimeoutError(
+            f"{where}: rank {peer} ended and cannot come any more; rank {rank} had waited "
+            f"{record.detail / 1e9:.3g} s in {what}",
+            [peer],
+        )
+    if describe is not None:
         what = f"message {record.epoch} between rank {rank} and rank {peer}"
     else:
         what = f"call {record.epoch} of lane {record.lane}"
-    if record.code == MISMATCH and mail is not None:
+    if record.code == MISMATCH and describe is not None:
         return MismatchError(
-            f"{where}: in {what} rank {peer} has {mail.describe(record.detail)}, which is not what "
-            f"rank {rank} has; ranks must receive in the order in which arrays were sent; nothing "
-            "was written"
+            f"{where}: in {what} rank {peer} has {describe(record.detail)}, and rank {rank} "
+            f"has {describe(record.mine)}; ranks must receive in the order in which arrays "
+            "were sent; nothing was written"
         )
     if record.code == MISMATCH:
         return MismatchError(
             f"{where}: the ranks do not make the same call: in {what} rank {peer} is at "
-            f"{described(record.detail)}, and rank {rank} is not; nothing was written"
+            f"{described(record.detail)}, and rank {rank} is at {described(record.mine)}; nothing "
+            "was written"
         )
     return PeerTimeoutError(
         f"{where}: rank {peer} did not come to {what} within {budget:g} s; it may have died, or "

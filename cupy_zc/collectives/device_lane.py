@@ -8,18 +8,22 @@ replayed graph goes on where the last replay ended.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 
 from ..driver.cuda import CudaDriver
 from ..errors import Error
 from ..registration import Registry, SymmetricHeap
-from .device_args import STAGED, Args, Record, Sizes
+from .device_args import MAX_RANKS, STAGED, Args, Record, Sizes, nanoseconds
 
 __all__ = ["DeviceLane", "Records"]
 
 #: What types.cuh says of the fixed part of a lane.
-MAX_RANKS, WORD_BYTES, STATE = 8, 64, 33792
+WORD_BYTES, STATE = 64, 33792
 TICKET_BITS = 16
+#: Six halves of words; the rest is padding.
+_WORDS = struct.Struct("<6Q")
+FAILURE = STATE + 64
 
 
 class Records:
@@ -28,6 +32,8 @@ class Records:
     #: A record has a cache line of its own.
     BYTES = 64
     COUNT = 1024
+    #: The last one of a lane, and that of mail.
+    LAST, MAIL = COUNT - 2, COUNT - 1
 
     def __init__(self, driver: CudaDriver) -> None:
         self._memory = driver.mapped_memory(self.BYTES * self.COUNT)
@@ -39,12 +45,19 @@ class Records:
         Raises:
             Error: there are too many lanes.
         """
-        if lane >= self.COUNT:
+        if lane > self.LAST:
             raise Error(
-                f"a communicator has {self.COUNT} lanes at most, one for each live graph; drop "
-                "some of them"
+                f"a communicator has {self.LAST} lanes at most, one for each live graph; drop some "
+                "graphs"
             )
-        record = Record.from_address(self.address + lane * self.BYTES)
+        return self._zeroed(lane)
+
+    def of_mail(self) -> Record:
+        """The record of the point-to-point calls, zeroed."""
+        return self._zeroed(self.MAIL)
+
+    def _zeroed(self, number: int) -> Record:
+        record = Record.from_address(self.address + number * self.BYTES)
         ctypes.memset(ctypes.addressof(record), 0, self.BYTES)
         return record
 
@@ -79,12 +92,14 @@ class DeviceLane:
         self.rank = registry.channel.rank
         self.size = sizes.lane_bytes(ranks)
         self.record = records.of(number)
-        offset = heap.reserve_private(self.size)
+        #: Kept for as long as a graph may read it, closed communicator or not.
+        self.memory = heap.reserve(self.size)
+        offset = heap.offset(self.memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
         self._driver = registry.driver
         self._template = Args(
             error=records.address + number * Records.BYTES, lane=number,
-            budget=int(budget * 1e9), ll128_lines=sizes.ll128_lines, ll_packs=sizes.ll_packs,
+            budget=nanoseconds(budget), ll128_lines=sizes.ll128_lines, ll_packs=sizes.ll_packs,
             chunk=sizes.chunk, rank=self.rank, size=ranks,
         )  # fmt: skip
         for peer, address in enumerate(self.addresses):
@@ -94,27 +109,43 @@ class DeviceLane:
         """Arguments with all that is the lane's; the rest is zero."""
         return Args.from_buffer_copy(self._template)
 
+    def shut(self) -> None:
+        """Make every kernel on it return at once, from now on: the graph outlives the communicator.
+
+        The number of a failed call that no call will ever have.
+        """
+        own = self.addresses[self.rank]
+        self._driver.write(own + FAILURE, (1 << 63).to_bytes(8, "little"))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the call that this rank is in, or was in last."""
+        epoch, words = self._words()
+        return [
+            peer
+            for peer in range(len(self.addresses))
+            if peer != self.rank and words[peer][0] >> 32 != epoch & 0xFFFFFFFF
+        ]
+
     def staging(self, reach: int) -> list[tuple[bool, bool]]:
         """Whether input and output of each rank were staged in the last call, as peers said.
 
         Args:
             reach: Number of ranks. The call must have ended.
         """
+        epoch, words = self._words()
+        return [_staged(words[peer], epoch) for peer in range(reach)]
+
+    def _words(self) -> tuple[int, list[tuple[int, ...]]]:
+        """The number of the last call, and the words of all ranks in its place of the ring."""
         own = self.addresses[self.rank]
-        state = int.from_bytes(self._driver.read(own + STATE, 8), "little")
-        epoch = state >> TICKET_BITS
-        words = self._driver.read(
-            own + (epoch & 1) * MAX_RANKS * WORD_BYTES, MAX_RANKS * WORD_BYTES
-        )
-        return [
-            _staged(words[peer * WORD_BYTES : (peer + 1) * WORD_BYTES], epoch)
-            for peer in range(reach)
-        ]
+        epoch = int.from_bytes(self._driver.read(own + STATE, 8), "little") >> TICKET_BITS
+        size = MAX_RANKS * WORD_BYTES
+        data = self._driver.read(own + (epoch & 1) * size, size)
+        return epoch, [_WORDS.unpack_from(data, peer * WORD_BYTES) for peer in range(MAX_RANKS)]
 
 
-def _staged(words: bytes, epoch: int) -> tuple[bool, bool]:
+def _staged(halves: tuple[int, ...], epoch: int) -> tuple[bool, bool]:
     """Whether the three words of a rank say that its input, and its output, is staged."""
-    halves = [int.from_bytes(words[8 * i : 8 * i + 8], "little") for i in range(6)]
     if any(half >> 32 != epoch & 0xFFFFFFFF for half in halves):
         return False, False  # the own words, or those of a call in which nobody looked at them
     places = [(halves[i] & 0xFFFFFFFF) | (halves[i + 1] & 0xFFFFFFFF) << 32 for i in (2, 4)]

@@ -9,7 +9,9 @@ pushes the copy in a stream of its own, one for each peer, so the order of messa
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -18,15 +20,16 @@ from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
 from ..errors import MismatchError
 from ..memory import MemoryPool
-from ..registration import Registry, SymmetricHeap
+from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
 from .checks import Checker, overlap
-from .device_args import mix, unmix
+from .device_args import mix, nanoseconds, unmix
 from .device_lane import Records
+from .device_plan import KEPT_FREE
 from .dtypes import DTYPES
 from .point_to_point import Letter, Parcel
 
-__all__ = ["DeviceMail", "MailArgs", "MailPart", "MailSizes"]
+__all__ = ["DeviceMail", "MailArgs", "MailLaunch", "MailPart", "MailSizes"]
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
@@ -41,6 +44,7 @@ class MailPart(ctypes.Structure):
 
     _fields_ = (
         ("array", _u64), ("bytes", _u64), ("fingerprint", _u64), ("area", _u64), ("peer", _u64),
+        ("blocks", _u64),
     )  # fmt: skip
 
 
@@ -75,23 +79,39 @@ class MailSizes(NamedTuple):
         letters = self.letters * (128 + 2 * self.letter)
         return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
 
-    def blocks(self, nbytes: int) -> int:
-        """Blocks that pass a message, on either side."""
+    def blocks(self, nbytes: int, tracks: int) -> int:
+        """Blocks of one side of a message that may take so many tracks."""
         if nbytes <= self.letter:
             return 1
-        return min(self.tracks, -(-nbytes // self.slot))
+        return min(tracks, -(-nbytes // self.slot))
+
+
+class MailLaunch(NamedTuple):
+    """A launch of the kernel, which can be made again."""
+
+    function: int
+    blocks: int
+    #: Address of the array of addresses of parameters, and what keeps it.
+    parameters: int
+    keep: Any
+    #: Whether what was pushed to the same peer before has arrived.
+    in_turn: Callable[[], bool]
+
+    def __call__(self, stream: Any) -> None:
+        """Launch on a stream."""
+        launch(self.function, self.blocks, THREADS, stream, self.parameters)
 
 
 class DeviceMail:
-    """The point-to-point calls of one rank; for one thread at a time. Collective to make.
+    """The point-to-point calls of one rank; for one thread at a time.
 
     Args:
         registry: Where the memory of peers is.
-        heap: Gives the area.
+        heap: Of the area.
+        area: Of ``sizes``, at one offset on all ranks, and zeroed before anybody calls.
         checker: The names of calls, for errors.
         sizes: Capacities, equal on all ranks.
         records: Where kernels say what went wrong.
-        record: Which of them is this one's.
         budget: Seconds that a kernel waits for a peer.
     """
 
@@ -99,10 +119,10 @@ class DeviceMail:
         self,
         registry: Registry,
         heap: SymmetricHeap,
+        area: SymmetricMemory,
         checker: Checker,
         sizes: MailSizes,
         records: Records,
-        record: int,
         budget: float,
     ) -> None:
         driver = registry.driver
@@ -112,54 +132,65 @@ class DeviceMail:
         self._checker = checker
         self._sizes = sizes
         self.rank = checker.rank
-        self.record = records.of(record)
-        self.size = sizes.area_bytes(checker.size)
-        offset = heap.reserve_private(self.size)
+        self.record = records.of_mail()
+        offset = heap.offset(area)
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
-        self.address = self._areas[self.rank]
+        self._area = area
         self._function = load(self._device, KernelName("mail.cu", "mail"))
         self._pool = MemoryPool(driver=driver)
         self._streams: dict[int, Any] = {}
+        #: Of a send that may wait: all of them together leave the collectives their room.
+        self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
         #: What this rank sent to itself.
-        self._own: deque[tuple[Any, Any, Any]] = deque()
+        self._own: deque[tuple[Any, Any]] = deque()
         self._template = MailArgs(
-            MailPart(peer=NOBODY), MailPart(peer=NOBODY), self.address,
-            records.address + record * Records.BYTES, record, int(budget * 1e9),
+            MailPart(peer=NOBODY), MailPart(peer=NOBODY), area.ptr,
+            ctypes.addressof(self.record), Records.MAIL, nanoseconds(budget),
             sizes.letter, sizes.slot, sizes.letters, sizes.slots, sizes.tracks, self.rank,
         )  # fmt: skip
 
-    def enqueue(self, letter: Letter, stream: Any) -> Transfer:
-        """Put a point-to-point call at the end of a stream; what it does.
+    def enqueue(self, letter: Letter, stream: Any) -> tuple[Transfer, MailLaunch | None]:
+        """Put a point-to-point call at the end of a stream.
+
+        Returns:
+            What it does, and the launch where another one of the same arrays would be the same.
 
         Raises:
             MismatchError: a ``recv`` of this rank from itself finds no message that fits.
         """
         given, taken, peer = letter.given, letter.taken, letter.peer
+        tracks = self._sizes.tracks
         if peer == self.rank:
-            return self._to_itself(letter, stream)
+            return self._to_itself(letter, stream), None
         if given is not None and taken is not None:
             source = given.array
             clash = overlap(given.info, taken.info)
             if clash:
                 with stream:
                     source = source.copy(order="K")  # freed in the order of the stream
-            self._launch(peer, (source.data.ptr, given), (taken.info.ptr, taken), stream)
+            both = (source.data.ptr, given), (taken.info.ptr, taken)
+            made = None
+            if self._in_turn(peer):
+                made = self._launch(peer, *both, stream, tracks)
+            else:
+                self._swap_behind(peer, *both, stream)
             reason = "in_array overlaps out_array, so it was copied" if clash else ""
-            return Transfer("send_recv", "push", not clash, reason, given.nbytes)
+            done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
+            return done, None if clash else made
         if taken is not None:
-            self._launch(peer, None, (taken.info.ptr, taken), stream)
-            return Transfer("recv", "push", True, "", taken.nbytes)
+            made = self._launch(peer, None, (taken.info.ptr, taken), stream, tracks)
+            return Transfer("recv", "push", True, "", taken.nbytes), made
         assert given is not None  # a letter has one of the two
         if self._driver.capture_info(stream) is not None:
-            self._launch(peer, (given.info.ptr, given), None, stream)
-            return Transfer("send", "push", True, "", given.nbytes)
+            self._launch(peer, (given.info.ptr, given), None, stream, tracks)
+            return Transfer("send", "push", True, "", given.nbytes), None
         copy = self._copy(given, stream)
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
-        self._launch(peer, (copy.data.ptr, given), None, ahead)
+        self._launch(peer, (copy.data.ptr, given), None, ahead, self._patient_tracks)
         self._pool.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
-        return Transfer("send", "copy", False, reason, given.nbytes)
+        return Transfer("send", "copy", False, reason, given.nbytes), None
 
     def describe(self, word: int) -> str:
         """A message as its fingerprint tells it."""
@@ -182,21 +213,27 @@ class DeviceMail:
         push: tuple[int, Parcel] | None,
         drain: tuple[int, Parcel] | None,
         stream: Any,
-    ) -> None:
+        tracks: int,
+    ) -> MailLaunch:
+        """Push, drain, or both; a push through 1 to all ``tracks``, which its receiver learns."""
         args = MailArgs.from_buffer_copy(self._template)
         blocks = 0
-        for part, what in ((args.push, push), (args.drain, drain)):
+        sides = (args.push, push, tracks), (args.drain, drain, self._sizes.tracks)
+        for part, what, usable in sides:
             if what is not None:
                 pointer, parcel = what
                 part.array, part.bytes = pointer, parcel.nbytes
                 part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
                 part.area, part.peer = self._areas[peer], peer
-                blocks += self._sizes.blocks(parcel.nbytes)
+                part.blocks = usable
+                blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        launch(
-            self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr,
-            ctypes.addressof(parameters), 0,
+        made = MailLaunch(
+            self._function, blocks, ctypes.addressof(parameters), (args, parameters),
+            functools.partial(self._in_turn, peer),
         )  # fmt: skip
+        made(stream)
+        return made
 
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
         """The bytes of an array, copied in a stream."""
@@ -204,6 +241,26 @@ class DeviceMail:
             copy = cupy.ndarray(parcel.nbytes, "u1", self._pool.malloc(parcel.nbytes))
         self._driver.copy(copy.data.ptr, parcel.info.ptr, parcel.nbytes, stream)
         return copy
+
+    def _in_turn(self, peer: int) -> bool:
+        """Whether all that was sent to a peer before has been pushed."""
+        ahead = self._streams.get(peer)
+        return ahead is None or ahead.done
+
+    def _swap_behind(
+        self, peer: int, push: tuple[int, Parcel], drain: tuple[int, Parcel], stream: Any
+    ) -> None:
+        """Both halves of a ``send_recv`` while a ``send`` to the peer is still under way.
+
+        What goes to one peer is pushed in the order of the calls, so the half that pushes goes
+        behind that send, and the caller's stream waits for it.
+        """
+        ahead = self._streams[peer]
+        ahead.wait_event(self._driver.record_event(stream))
+        tracks = self._sizes.tracks
+        self._launch(peer, push, None, ahead, tracks)
+        self._launch(peer, None, drain, stream, tracks)
+        stream.wait_event(self._driver.record_event(ahead))
 
     def _stream_to(self, peer: int) -> Any:
         stream = self._streams.get(peer)
@@ -214,10 +271,13 @@ class DeviceMail:
     def _to_itself(self, letter: Letter, stream: Any) -> Transfer:
         given, taken = letter.given, letter.taken
         if given is not None and taken is not None:
-            self._driver.copy(taken.info.ptr, given.info.ptr, given.nbytes, stream)
+            source = given.info.ptr
+            if overlap(given.info, taken.info):
+                source = self._copy(given, stream).data.ptr  # freed in the order of the stream
+            self._driver.copy(taken.info.ptr, source, given.nbytes, stream)
             return Transfer("send_recv", "copy", True, "", given.nbytes)
         if given is not None:
-            self._own.append((given.kind, self._copy(given, stream), stream))
+            self._own.append((given.kind, self._copy(given, stream)))
             return Transfer("send", "copy", False, "a send does not wait", given.nbytes)
         assert taken is not None  # a letter has one of the two
         name = self._checker.name("recv")
@@ -225,14 +285,12 @@ class DeviceMail:
             raise MismatchError(
                 f"{name}: rank {self.rank} receives from itself and has sent nothing"
             )
-        sent, copy, written = self._own.popleft()
+        sent, copy = self._own.popleft()
         if sent != taken.kind:
             raise MismatchError(
                 f"{name}: rank {self.rank} sent {sent} to itself and expects {taken}; arrays are "
                 "received in the order in which they were sent; nothing was written"
             )
-        if written is not stream:
-            stream.wait_event(self._driver.record_event(written))
         self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
         self._pool.record_stream(copy, stream)
         return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)

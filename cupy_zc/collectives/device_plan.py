@@ -32,8 +32,11 @@ DeviceAlgorithm: TypeAlias = Literal[
 #: Bytes of a scratch buffer, of which a lane has four: large enough to hide the barriers between
 #: chunks, and for the rings of push_reduce.
 CHUNK = 4 << 20
-#: Threads of a block.
-THREADS = 512
+#: Threads of a block, and blocks that the barriers have room for.
+THREADS, MAX_BLOCKS = 512, 256
+#: Multiprocessors of a GPU that no collective uses: a ``send`` that is larger than its channel
+#: waits on the GPU for its receiver, and a collective behind it must fit all the same.
+KEPT_FREE = 16
 #: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
 LINE_DATA, LINE_DATA_16 = 120, 112
 #: Lines that a block of LL128 sends at least, and bytes that a block of the others handles.

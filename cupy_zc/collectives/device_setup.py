@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import settings
 from ..driver.cuda import CudaDriver
@@ -21,11 +21,12 @@ from ..group.naming import sides
 from ..registration import Registry
 from .device_args import EVERY_RANK, MAX_RANKS
 from .device_lane import DeviceLane
-from .device_plan import THREADS, Machine, sizes
+from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
 
-__all__ = ["lines_are_whole", "machine_of", "test_mappings", "zero_on_all"]
+__all__ = ["lines_are_whole", "machine_of", "step", "test_mappings", "zero_on_all"]
 
 _log = logging.getLogger("cupy_zc")
+_T = TypeVar("_T")
 
 #: Bytes that each rank writes to each other one in the self-test.
 PATTERN_BYTES = 1 << 16
@@ -46,15 +47,20 @@ def machine_of(registry: Registry, ranks: int) -> Machine:
             f"rank {registry.channel.rank}: the device engine is for {MAX_RANKS} ranks of a node "
             f"at most, and there are {ranks}"
         )
-    own = [driver.device_info(device).uuid.hex(), driver.multiprocessors(device)]
+    own = step(
+        registry,
+        "look at the GPU",
+        lambda: [driver.device_info(device).uuid.hex(), driver.multiprocessors(device)],
+    )
     said = [
         json.loads(each)
         for each in registry.channel.all_gather(json.dumps(own).encode(), tag="GPUs of the ranks")
     ]
     sharing = Counter(uuid for uuid, _ in said)
-    # All blocks of all ranks must fit their GPU at once, one a multiprocessor.
-    blocks = min(count // sharing[uuid] for uuid, count in said)
-    return Machine(ranks, max(1, blocks), True, sizes(ranks))
+    # All blocks of all ranks must fit their GPU at once, one a multiprocessor, beside kernels of
+    # mail that wait for their receivers.
+    blocks = min((count - KEPT_FREE) // sharing[uuid] for uuid, count in said)
+    return Machine(ranks, max(1, min(blocks, MAX_BLOCKS)), True, sizes(ranks))
 
 
 def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:
@@ -70,7 +76,7 @@ def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: 
         driver.fill(address, 0, size, stream)
         stream.synchronize()
 
-    _step(registry, f"zero {what}", zero)
+    step(registry, f"zero {what}", zero)
 
 
 def test_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
@@ -109,8 +115,8 @@ def test_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
                         "or ACS in the way of PCIe, a failing link)"
                     )
 
-    _step(registry, "write a pattern to the peers", write)
-    _step(registry, "read the pattern of the peers", check)
+    step(registry, "write a pattern to the peers", write)
+    step(registry, "read the pattern of the peers", check)
 
 
 def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
@@ -139,6 +145,9 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         for turn in range(TURNS):
             _pattern("write", registry, stream, args.input, turn, me, None)
             launch_with(function, 8, THREADS, stream, [args])
+            # Nothing may queue up behind a kernel that waits for a rank of the same GPU: the work
+            # of that rank may be behind it in one of the GPU's queues.
+            stream.synchronize()
             for peer in range(ranks):
                 row = args.output + peer * PATTERN_BYTES
                 _pattern("check", registry, stream, row, turn, peer, counter)
@@ -147,7 +156,7 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         if lane.record.code:
             raise Error(f"rank {me} waited in vain for a line of rank {lane.record.rank}")
 
-    _step(registry, "exchange lines of 128 bytes", gather)
+    step(registry, "exchange lines of 128 bytes", gather)
     said = registry.channel.all_gather(str(wrong).encode(), tag="whole lines")
     broken = {rank: f"{int(each):,} wrong words" for rank, each in enumerate(said) if int(each)}
     if broken:
@@ -186,10 +195,16 @@ def _place(lane: DeviceLane, owner: int, writer: int) -> int:
     return lane.addresses[owner] + writer * PATTERN_BYTES
 
 
-def _step(registry: Registry, name: str, action: Callable[[], None]) -> None:
+def step(registry: Registry, name: str, action: Callable[[], _T]) -> _T:
+    """A step of set-up that every rank does by itself, and votes on. Collective.
+
+    Raises:
+        AgreementError: it failed on a rank; on all of them.
+    """
     failure: Exception | None = None
     try:
-        action()
+        result = action()
     except Exception as error:  # noqa: BLE001 - the vote raises it on all ranks
         failure = error
     vote(registry.channel, name, failure)
+    return result

@@ -39,6 +39,10 @@ class WindowTable:
         self._kept.append(memory)
         self.arenas, self.address = arenas, memory.ptr
 
+    def close(self) -> None:
+        """Give the tables back. No kernel reads them any more."""
+        self._kept.clear()
+
     def refresh(self) -> None:
         """Write what is new. Local; waits for nothing but the write itself."""
         version = self._windows.version

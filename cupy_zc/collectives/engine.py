@@ -32,7 +32,7 @@ class Repeat(Protocol):
 
 
 class Engine(Protocol):
-    """Carries out the calls of one rank, in the order in which they are enqueued.
+    """Carries out the calls of one rank; those of a lane in the order of their streams.
 
     Making one is collective. A communicator asks it under its own lock only, but for :meth:`check`.
     """
@@ -51,8 +51,68 @@ class Engine(Protocol):
         """Where the arrays of a call are, as far as other ranks touch them. Local."""
         ...
 
-    def enqueue(self, work: Call | Letter, stream: Any) -> None:
-        """Put a call at the end of a stream."""
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
+        """Put a call at the end of a stream.
+
+        Args:
+            work: The call.
+            stream: Where. If ``lane`` is not 0 it is capturing: the call is recorded, and made each
+                time the graph is replayed. What it keeps of the arrays is their addresses; their
+                memory, and that it stays registered, is the matter of the lease.
+            lane: 0 for eager calls; collectives of a graph have the one it got by
+                :meth:`open_lane`. Calls of different lanes run at once, and in another order on
+                each rank. Point-to-point calls have none.
+        """
+        ...
+
+    def decline(self) -> None:
+        """This rank captures, and peers have told it that they wait for it in an eager call.
+
+        They and this rank get a MismatchError and are in step again. Peers tell only where an
+        engine asks for it (see ``Communicator``); the others need not do anything here.
+        """
+        ...
+
+    def open_lane(self) -> int:
+        """A lane for a graph, not 0. Collective: the ranks are at the same captured call.
+
+        Its number is that of ``registry.lanes.take()``, the lowest that no rank uses. Lanes are
+        kept, so that this needs no new memory where one is used again.
+
+        Raises:
+            AgreementError: a rank has no memory left; on all of them, and no lane is taken.
+        """
+        ...
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Give a lane what a call needs that is about to be recorded. Collective, as above.
+
+        Args:
+            lane: Of the graph.
+            call: The call.
+            staging: Whether some rank copies its data through scratch.
+
+        Raises:
+            AgreementError: a rank has no memory left; on all of them.
+        """
+        ...
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes that a lane takes on this rank."""
+        ...
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank. Local, from any thread.
+
+        The lane is given again when that is so on all ranks: ``registry.lanes.drop(lane)``.
+        """
+        ...
+
+    def invalidate(self) -> None:
+        """Make every replay of a graph do nothing from now on, and report that. Local.
+
+        Waits for replays that are under way.
+        """
         ...
 
     def repeat(self) -> Repeat | None:
@@ -68,8 +128,16 @@ class Engine(Protocol):
         """
         ...
 
-    def fail(self, error: BaseException) -> None:
-        """Make no further calls: the ranks have lost each other."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Make no further calls: the ranks have lost each other.
+
+        Returns:
+            What went wrong first, of which ``error`` may be a consequence.
+        """
+        ...
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream, or an event of the driver, behind calls of this engine."""
         ...
 
     def close(self) -> None:

@@ -11,24 +11,23 @@ change.
 from __future__ import annotations
 
 import functools
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ClosedError, Error, MismatchError, NotZeroCopyError
 from ..group import Channel
-from ..group.naming import name_ranks, sides
+from ..group.naming import name_ranks
 from ..registration import HostProbe, Probe, Registry, SymmetricHeap
 from . import plan as planning
-from .call import Call, Transfer, describe
+from .call import Call, Transfer
 from .checks import Checker, overlap
-from .control import Control
-from .dtypes import DTYPES
 from .engine import Place
+from .host_lane import HostLane, replayed_after_close
+from .host_words import CAPTURES, compare, write
 from .insist import insist_on_multicast, needs_multicast
 from .memory import matrix
 from .plan import ROLES, Capabilities, Operation, plan
@@ -38,11 +37,24 @@ from .rounds import NONE, OWN, STAGED, Reach, Where, do_share
 
 __all__ = ["HostEngine"]
 
-#: What must be equal: call number, operation, dtype, reduction, order, root, count.
-_PRINT = struct.Struct("<QBBBBiq")
-#: Arena and offset of input and output.
-_PLACES = struct.Struct("<iqiq")
-_WORD = struct.Struct(_PRINT.format + _PLACES.format[1:])
+
+class _Recorded(NamedTuple):
+    """A captured call: all that a replay needs. Its lease keeps the memory, so this must not."""
+
+    #: Without its arrays.
+    call: Call
+    source: Place
+    target: Place
+    #: Addresses of this rank's arrays; 0 where there is none.
+    given: int
+    taken: int
+    lane: HostLane
+    #: Which call of its graph it is, from 1.
+    number: int
+
+
+def _wait_on(awaited: Collection[int]) -> None:
+    """What a replay does in a long wait."""
 
 
 _ABSENT = Place(NONE, 0, "", None)
@@ -50,9 +62,9 @@ _LOCAL = Place(OWN, 0, "", None)
 
 
 class HostEngine:
-    """Carries out checked calls, one at a time.
+    """Carries out checked calls, those of a lane one at a time.
 
-    Collective to make. Its control area and scratch are blocks of the heap.
+    Collective to make. The memory of lanes is blocks of the heap.
 
     Args:
         registry: Where arrays are.
@@ -61,6 +73,8 @@ class HostEngine:
         checker: The names of calls, for errors.
         departed: Gives the ranks that have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
+        interrupted: Asked in a long wait whether peers capture instead: the ranks that are waited
+            for, the number of the eager call, and what it is.
         timeout: Seconds to wait for a peer.
     """
 
@@ -74,46 +88,34 @@ class HostEngine:
         checker: Checker,
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
+        interrupted: Callable[[Collection[int], int, Call], None],
         timeout: float,
     ) -> None:
-        size = checker.size
         self.rank = registry.channel.rank
-        self.size = size
+        self.size = checker.size
         self.last: Transfer | None = None
         #: It carries no data by multicast: this is to have the life of the objects tested.
         self.multicast_probe: Probe | None = HostProbe(registry)
         self._registry = registry
         self._abandon = abandon
         self._timeout = timeout
-        self._room = planning.SCRATCH_BYTES
-        area = heap.reserve_private(Control.size(size))
-        scratch = heap.reserve_private(2 * self._room)
-        everybody = range(size)
-        self._scratch_in = [registry.address(peer, 0, scratch) for peer in everybody]
-        self._scratch_out = [address + self._room for address in self._scratch_in]
-        addresses = [registry.address(peer, 0, area) for peer in everybody]
-        self._control = Control(self.rank, addresses, departed, timeout)
+        self._interrupted = interrupted
+        #: The eager call under way.
+        self._doing: Call | None = None
+        self._make_lane = functools.partial(
+            HostLane, registry, heap, departed, linger=_wait_on, timeout=timeout
+        )
+        self._eager = self._make_lane(linger=self._linger)
+        self._eager.make_room(planning.SCRATCH_BYTES, planning.SCRATCH_BYTES)
+        #: Those of graphs, by number.
+        self._lanes: dict[int, HostLane] = {}
         self._letters = letters
         self._post = Post(registry, letters, checker, timeout)
-        self._number = 0
-        self._lock = threading.Lock()
+        self._mailing = threading.Lock()
+        self._invalid = False
         self._failure: BaseException | None = None
 
-    # Who may enter
-
-    @contextmanager
-    def entered(self, call: object) -> Iterator[None]:
-        """One at a time; an error other than a mismatch leaves the ranks out of step for ever."""
-        if not self._lock.acquire(timeout=self._timeout):
-            raise Error(
-                f"{call} (rank {self.rank}): another thread was inside a call of this communicator "
-                f"for {self._timeout:g} s"
-            )
-        try:
-            self.check(call)
-            yield
-        finally:
-            self._lock.release()
+    # What went wrong
 
     def check(self, call: object) -> None:
         """Raise what made the communicator unusable.
@@ -138,11 +140,16 @@ class HostEngine:
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> BaseException:
         """Make no further calls: the ranks have lost each other."""
         if self._failure is None:
             self._failure = error
         self._abandon()
+        return error
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream; what went wrong in it is raised."""
+        point.synchronize()
 
     # Where arrays are
 
@@ -182,14 +189,68 @@ class HostEngine:
             return Place(arena, offset, "", None)
         return Place(STAGED, 0, f"{name} is staged: {reason}", segment)
 
+    # Lanes
+
+    def open_lane(self) -> int:
+        """A lane for a graph. Collective."""
+        lane = self._registry.lanes.take()
+        if lane not in self._lanes:
+            try:
+                self._lanes[lane] = self._make_lane()
+            except BaseException:
+                self._registry.lanes.give_up(lane)
+                raise
+        self._lanes[lane].begin()
+        return lane
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Give a lane the scratch that a captured call needs. Collective."""
+        if staging:
+            role = ROLES[call.operation]
+            many = role.input_rows or (role.output_rows and role.output_remote)
+            rows = self.size if many else 1
+            nbytes = rows * call.columns * call.dtype.itemsize
+            self._lanes[lane].make_room(max(1, nbytes), planning.SCRATCH_BYTES)
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane on this rank."""
+        return self._lanes[lane].nbytes
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self._registry.lanes.drop(lane)
+
+    def invalidate(self) -> None:
+        """Make replays of all graphs do nothing from now on. Waits for those under way."""
+        self._invalid = True
+        for lane in self._lanes.values():
+            lane.invalidate()
+
     # A call
 
-    def enqueue(self, work: Call | Letter, stream: Any) -> None:
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
         """Put a call at the end of a stream."""
-        if isinstance(work, Call):
-            stream.enqueue(functools.partial(self.run, work))
-        else:
+        if not isinstance(work, Call):
             stream.enqueue(functools.partial(self._deliver, work))
+        elif lane:
+            stream.enqueue(functools.partial(self._replay, self._record(work, self._lanes[lane])))
+        else:
+            stream.enqueue(functools.partial(self.run, work))
+
+    def decline(self) -> None:
+        """Tell peers that wait in an eager call that this rank captures. Collective with them.
+
+        Raises:
+            MismatchError: always; on them as well.
+        """
+        capturing = Call(
+            Operation.BARRIER, np.dtype(bool), CAPTURES, 0, 0, 0, 0, None, None, False, ""
+        )
+        self.run(capturing)
+
+    def _linger(self, awaited: Collection[int]) -> None:
+        if self._doing is not None:
+            self._interrupted(awaited, self._eager.number, self._doing)
 
     def repeat(self) -> None:
         """None: a call is made anew each time, which costs little beside the work itself."""
@@ -197,10 +258,16 @@ class HostEngine:
     def close(self) -> None:
         """Nothing: all memory is the heap's."""
 
+    def _record(self, call: Call, lane: HostLane) -> _Recorded:
+        lane.recorded += 1
+        given, taken = (0 if each is None else each.data.ptr for each in (call.input, call.output))
+        bare = call._replace(input=None, output=None)
+        return _Recorded(bare, *self._two_places(call), given, taken, lane, lane.recorded)
+
     def _deliver(self, letter: Letter) -> None:
         """Carry out a point-to-point call."""
         given, taken, peer = letter.given, letter.taken, letter.peer
-        with self.entered(letter):
+        with self._turn(letter):
             if given is not None and taken is not None:
                 with self.in_step():
                     reach = [(at.arena, at.offset) for at in self.places(letter) if not at.reason]
@@ -217,88 +284,105 @@ class HostEngine:
                     self.fail(error)
                 raise
 
+    @contextmanager
+    def _turn(self, letter: Letter) -> Iterator[None]:
+        """One point-to-point call at a time."""
+        if not self._mailing.acquire(timeout=self._timeout):
+            raise Error(
+                f"{letter} (rank {self.rank}): another thread was inside a point-to-point call of "
+                f"this communicator for {self._timeout:g} s"
+            )
+        try:
+            self.check(letter)
+            if self._invalid:
+                raise replayed_after_close(letter, self.rank)
+            yield
+        finally:
+            self._mailing.release()
+
     def run(self, call: Call) -> None:
-        """Carry out a call. Collective.
+        """Carry out an eager call. Collective.
 
         Raises:
             MismatchError: ranks call different things; on all of them, and nothing was written.
             PeerTimeoutError: a rank has gone or did not come; the communicator is over.
             ClosedError: it was over before.
         """
-        with self.entered(call), self.in_step():
-            self._run(call)
+        with self._eager.entered(call):
+            self.check(call)
+            given, taken = call.input, call.output
+            self._doing = call
+            try:
+                with self.in_step():
+                    self._run(
+                        call, self._eager, *self._two_places(call),
+                        0 if given is None else given.data.ptr,
+                        0 if taken is None else taken.data.ptr,
+                    )  # fmt: skip
+            finally:
+                self._doing = None  # it has the arrays
 
-    def _run(self, call: Call) -> None:
-        source, target = self._two_places(call)
+    def _replay(self, recorded: _Recorded) -> None:
+        """Carry out a captured call once. Collective. Errors: as :meth:`run`."""
+        call, source, target, given, taken, lane, number = recorded
+        with lane.replaying(call, number):
+            self.check(call)
+            with self.in_step():
+                self._run(call, lane, source, target, given, taken)
+
+    def _run(
+        self, call: Call, lane: HostLane, source: Place, target: Place, given_at: int, taken_at: int
+    ) -> None:
         role = ROLES[call.operation]
-        given = self._own(call, call.input, role.input_rows)
-        taken = self._own(call, call.output, role.output_rows)
+        given = self._own(call, given_at, role.input_rows) if source.arena != NONE else None
+        taken = self._own(call, taken_at, role.output_rows) if target.arena != NONE else None
         if given is not None and call.clash:
             given = given.copy()
         staged_in = given if source.arena == STAGED else None
         if STAGED in (source.arena, target.arena):
-            columns = self._plan(call, staged=True).columns
-            self._stage_in(call, staged_in, 0, min(columns, call.columns))
-        where = self._negotiate(call, source, target)
+            columns = self._plan(call, lane, staged=True).columns
+            self._stage_in(call, lane, staged_in, 0, min(columns, call.columns))
+        where = self._negotiate(call, lane, source, target)
         insist_on_multicast(self._registry, call, where)
         staging = [peer for peer, at in enumerate(where) if STAGED in (at.source, at.target)]
-        how = self._plan(call, staged=bool(staging))
+        how = self._plan(call, lane, staged=bool(staging))
         reach = Reach(
             call, self.rank, where, self._registry.address,
-            self._scratch_in, self._scratch_out, given, taken,
+            lane.scratch_in, lane.scratch_out, given, taken,
         )  # fmt: skip
         for start in range(0, call.columns, how.columns or 1):
             stop = min(start + how.columns, call.columns)
             if start:
-                self._stage_in(call, staged_in, start, stop)
-                self._control.meet(str(call))
+                self._stage_in(call, lane, staged_in, start, stop)
+                lane.control.meet(str(call))
             do_share(reach, start, stop)
-            self._control.meet(str(call))
+            lane.control.meet(str(call))
             if target.arena == STAGED and taken is not None:
                 np.copyto(taken[:, start:stop], reach.target(self.rank, start, stop))
         if call.operation is not Operation.BARRIER:  # which moves nothing
             self.last = self._report(call, how.algorithm, source, target, staging)
 
-    def _plan(self, call: Call, *, staged: bool) -> planning.Plan:
-        known = Capabilities(self._room, staged)
+    def _plan(self, call: Call, lane: HostLane, *, staged: bool) -> planning.Plan:
+        known = Capabilities(lane.room, staged)
         return plan(call.operation, call.columns, call.dtype.itemsize, self.size, known)
 
-    def _own(self, call: Call, array: Any, per_rank: bool) -> Array | None:
+    def _own(self, call: Call, address: int, per_rank: bool) -> Array:
         """An array of this rank as a matrix."""
-        if array is None:
-            return None
-        rows = self.size if per_rank else 1
-        return matrix(array.data.ptr, rows, call.columns, call.dtype)
+        return matrix(address, self.size if per_rank else 1, call.columns, call.dtype)
 
-    def _stage_in(self, call: Call, given: Array | None, start: int, stop: int) -> None:
+    def _stage_in(
+        self, call: Call, lane: HostLane, given: Array | None, start: int, stop: int
+    ) -> None:
         if given is not None:
-            chunk = matrix(self._scratch_in[self.rank], len(given), stop - start, call.dtype)
+            chunk = matrix(lane.scratch_in[self.rank], len(given), stop - start, call.dtype)
             np.copyto(chunk, given[:, start:stop])
 
-    def _negotiate(self, call: Call, source: Place, target: Place) -> list[Where]:
+    def _negotiate(self, call: Call, lane: HostLane, source: Place, target: Place) -> list[Where]:
         """Meet, and learn what everybody calls and where everybody's arrays are."""
-        self._number += 1
-        parity = self._number & 1
-        self._control.write(
-            parity, _WORD, self._number, call.operation, call.code, call.reduction, call.fortran,
-            call.root, call.columns, source.arena, source.offset, target.arena, target.offset,
-        )  # fmt: skip
-        self._control.meet(str(call))
-        words = self._control.read(parity, _WORD.size)
-        mine = words[self.rank][: _PRINT.size]
-        if any(word[: _PRINT.size] != mine for word in words):
-            raise self._mismatch([_PRINT.unpack(word[: _PRINT.size]) for word in words])
-        return [Where(*_PLACES.unpack(word[_PRINT.size :])) for word in words]
-
-    def _mismatch(self, prints: list[tuple[int, ...]]) -> MismatchError:
-        calls = {
-            peer: describe(operation, DTYPES[code], reduction, root, count, fortran)
-            for peer, (_, operation, code, reduction, fortran, root, count) in enumerate(prints)
-        }
-        return MismatchError(
-            f"the ranks do not make the same call: {sides(calls, 'is at')}; nothing was written, "
-            "and all ranks can go on with the next call"
-        )
+        lane.number += 1
+        write(lane.control, lane.number, call, source, target)
+        lane.control.meet(str(call))
+        return compare(lane.control, lane.number, self.rank)
 
     def _report(
         self,

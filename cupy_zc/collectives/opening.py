@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from ..config import settings
 from ..driver import select
 from ..driver.api import Driver
 from ..errors import Error, InvalidTypeError, InvalidValueError, MismatchError, PeerTimeoutError
-from ..group import Bootstrap, agree_equal, discover, from_mpi, from_tcp, in_process
+from ..group import Bootstrap, Topology, agree_equal, discover, from_mpi, from_tcp, in_process
 from ..group.bootstrap import check_member
 from ..group.naming import sides
 from ..memory import installed_pool
@@ -48,6 +49,8 @@ class Options:
     #: Whether ranks are threads of one process, which share the null stream of a device. Work of
     #: one rank that waits for another one must not be ahead of that one's work in a queue.
     threads: bool = False
+    #: Whether to give each rank of a node another GPU, where all have the same one and see more.
+    spread: bool = False
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class Options:
         strict: bool = False,
         register: str = "auto",
         multicast: str = "auto",
+        spread: bool = False,
     ) -> Options:
         """Check what was passed to a call.
 
@@ -91,7 +95,10 @@ class Options:
                 call, "timeout", timeout, "a positive number of seconds, or None"
             )
         device = chosen.current_device()
-        return cls(chosen, device, there[0], timeout, deterministic, strict, register, multicast)
+        return cls(
+            chosen, device, there[0], timeout, deterministic, strict, register, multicast,
+            spread=spread,
+        )  # fmt: skip
 
     @property
     def wait(self) -> float:
@@ -142,9 +149,32 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
                 f"rank {bootstrap.rank}: ranks on several nodes need the NCCL engine, which is not "
                 f"part of this version: {sides(nodes, 'is at')}"
             )
-        made = kind(bootstrap, topology, options, stack)
+        if options.spread:
+            options = _spread(bootstrap, topology, options)
+        with options.driver.use_device(options.device):
+            made = kind(bootstrap, topology, options, stack)
         stack.pop_all()
     return made
+
+
+def _spread(bootstrap: Bootstrap, topology: Topology, options: Options) -> Options:
+    """Give each rank of a node another device, where all have the same one and see more.
+
+    So a program that names no device runs on all of them, one a rank. The device is made current
+    in this thread: what the program allocates from here on is there.
+    """
+    driver = options.driver
+    own = [driver.device_info(options.device).uuid.hex(), driver.device_count()]
+    said = bootstrap.all_gather(json.dumps(own).encode(), tag="devices of the ranks")
+    node = [json.loads(said[rank]) for rank in topology.node_ranks]
+    least = min(count for _, count in node)
+    if len({uuid for uuid, _ in node}) > 1 or len(node) == 1 or least == 1:
+        return options
+    device = topology.local_rank % least
+    if device != options.device:
+        _log.info("rank %d: device %d is made current, one a rank", bootstrap.rank, device)
+        driver.make_current(device)
+    return dataclasses.replace(options, device=device, spread=False)
 
 
 def start_threads(
@@ -205,7 +235,7 @@ def init_process_group(
     Args:
         n_devices: Number of ranks.
         rank: This one. Rank 0 listens at ``host`` and ``port`` where MPI is not used.
-        backend: "auto", or "host", the engine of the host driver.
+        backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
         host: Rank 0's machine; None for ``CUPYX_DISTRIBUTED_HOST``.
         port: None for ``CUPYX_DISTRIBUTED_PORT``.
         use_mpi: Whether the ranks find each other by mpi4py's ``COMM_WORLD``; ``rank`` may be
@@ -219,7 +249,7 @@ def init_process_group(
     from .communicator import Communicator
 
     check_member("init_process_group", rank, n_devices)
-    options = Options.of("init_process_group", backend=backend)
+    options = Options.of("init_process_group", backend=backend, spread=True)
     find: Callable[[], Bootstrap] = partial(from_tcp, n_devices, rank, host, port)
     if use_mpi:
         find = partial(_by_mpi, n_devices, rank)

@@ -5,22 +5,35 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..driver.api import Driver
-from ..errors import ClosedError, Error, InvalidValueError
+from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
 from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
+from .captured import Counts, Recorder
 from .checks import Checker
 from .engine import Engine, Repeat
+from .plan import Operation
 from .point_to_point import Letter
 
 __all__ = ["Line"]
 
 #: Calls that are kept to be made again.
 KEPT = 4096
+
+#: Gives an object as long as it lives.
+_Reference: TypeAlias = Callable[[], Any]
+
+
+def _reference(array: Any) -> _Reference:
+    return _no_array if array is None else weakref.ref(array)
+
+
+def _no_array() -> None:
+    """What a rank passes that has no array in a call."""
 
 
 class Line:
@@ -33,6 +46,7 @@ class Line:
         engine: Knows whether the ranks are in step.
         automatic: Whether calls are numbered at all.
         threads: Whether the ranks are threads, which must not use the null stream.
+        strict: Whether to refuse calls that copy.
         timeout: Seconds that another thread may be inside a call.
     """
 
@@ -45,6 +59,7 @@ class Line:
         *,
         automatic: bool,
         threads: bool,
+        strict: bool,
         timeout: float,
     ) -> None:
         self.closed = False
@@ -58,13 +73,15 @@ class Line:
         self._engine = engine
         self._automatic = automatic
         self._threads = threads
+        self._strict = strict
+        self.counts = Counts()
+        self._recorder = Recorder(checker, driver, registry, engine, self.counts, strict=strict)
         self._timeout = timeout
         self._lock = threading.RLock()
-        self._number = 0
         self._current_stream = driver.current_stream
         self._current_device = driver.current_device
         #: How calls were made: input, output, and what makes them again.
-        self._repeats: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[Any], Repeat]] = {}
+        self._repeats: dict[tuple[Any, ...], tuple[_Reference, _Reference, Repeat]] = {}
         self._own_stream: Any = None
         #: Recorded behind the last call, where its stream cannot be asked later.
         self._event: Any = None
@@ -75,16 +92,20 @@ class Line:
         Args:
             call: For errors.
             work: The call. Collectives count for registration at agreed call numbers, but for
-                barriers.
+                barriers and what is captured.
             stream: Where; None for the current stream.
         """
         stream = self.stream(call, stream)
         if self.capturing(stream):
-            self._engine.enqueue(work, stream)
+            self._recorder.record(work, stream)
             return
-        if self._automatic and isinstance(work, Call) and work is not BARRIER:
-            self._registry.at_call(self._number + 1)
-            self._number += 1  # a call that ranks disagree on has no number
+        self._admit(call, work)
+        self._registry.leases.glance()
+        if isinstance(work, Call):
+            numbered = self._automatic and work is not BARRIER
+            if numbered:
+                self._registry.at_call(self.counts.numbered + 1)
+            self.counts.add(numbered)  # a call that ranks disagree on there has no number
         self._follow(stream)
         try:
             self._engine.enqueue(work, stream)
@@ -96,16 +117,23 @@ class Line:
 
     # Calls that were made before
 
-    def keep(self, key: tuple[Any, ...], call: Call) -> None:
-        """Keep how the call that was enqueued last was made, for :meth:`again`."""
+    def keep(self, key: tuple[Any, ...], source: Any, target: Any) -> None:
+        """Keep how the call that was enqueued last was made, for :meth:`again`.
+
+        Args:
+            key: Its arguments.
+            source: Its arrays, as they were passed.
+            target: As above.
+        """
         repeat = self._engine.repeat()
         if repeat is None:
             return
         if len(self._repeats) >= KEPT:
             self._repeats.clear()
-        given = call.output if call.input is None else call.input
-        taken = call.input if call.output is None else call.output
-        self._repeats[key] = (weakref.ref(given), weakref.ref(taken), repeat)
+        try:
+            self._repeats[key] = (_reference(source), _reference(target), repeat)
+        except TypeError:  # no array, where this rank has none
+            return
 
     def again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:
         """Make a call as it was made before: the way of a loop, with no check made twice.
@@ -126,7 +154,8 @@ class Line:
         if not self._lock.acquire(False):
             return False
         try:
-            number = self._number + 1
+            collective = type(key[0]) is Operation
+            numbered = self._automatic and collective
             last = self.last_stream
             current = self._current_stream() if stream is None else stream
             if (
@@ -135,19 +164,30 @@ class Line:
                 or self._event is not None
                 or self._current_device() != self._registry.device
                 or self.capturing(last)
-                or (self._automatic and is_agreed(number))
+                or (numbered and is_agreed(self.counts.numbered + 1))
+                or self.closed
+                or os.getpid() != self.owner
+                or not kept[2].launch(last)
             ):
                 return False
-            self.check_open(key[0].call)
-            if not kept[2].launch(last):
-                return False
-            if self._automatic:
-                self._number = number
+            if collective:
+                self.counts.add(numbered)
             return True
         finally:
             self._lock.release()
 
     # Streams
+
+    @property
+    def point(self) -> Any:
+        """What to wait for behind the calls that were enqueued; None where there are none."""
+        return self.last_stream if self._event is None else self._event
+
+    def wait(self) -> None:
+        """Wait for the calls that were enqueued, but on a stream that is capturing by now."""
+        point = self.point
+        if point is not None and (self._event is not None or not self.capturing(point)):
+            self._engine.wait(point)
 
     def _follow(self, stream: Any) -> None:
         """Let a stream wait for this communicator's work on the one before."""
@@ -155,7 +195,7 @@ class Line:
         self.last_stream, self._event = stream, None
         if stream is self._own_stream and self._driver.name == "cuda":
             stream.wait_event(self._driver.record_event(self._driver.current_stream()))
-        if last is None or last is stream:
+        if last is None or (last is stream and event is None):
             return
         if event is None and self.capturing(last):  # an event would become part of the capture
             self._driver.synchronize(self._registry.device)
@@ -171,6 +211,33 @@ class Line:
         if self._driver.name == "cuda":
             stream.synchronize()
 
+    def answer_captures(self, awaited: Collection[int], number: int, call: Call) -> None:
+        """Tell ranks that capture while this one waits for them in an eager call. In any thread.
+
+        Args:
+            awaited: The ranks waited for.
+            number: Of the eager call, from 1.
+            call: What it is.
+        """
+        if self._lock.acquire(blocking=False):  # else somebody is talking to the ranks already
+            try:
+                self._recorder.answer(awaited, number, call)
+            finally:
+                self._lock.release()
+
+    def _admit(self, call: str, work: Call | Letter) -> None:
+        """Note what is not registered, and refuse it where the user asked for that."""
+        places = self._engine.places(work)
+        reasons = [place.reason for place in places if place.reason]
+        for place in places:
+            if place.segment is not None:
+                self._registry.touched(place.segment)
+        if reasons and self._strict:
+            raise NotZeroCopyError(
+                f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "
+                "from empty() of the communicator; explain(array) says more"
+            )
+
     def stream(self, call: str, stream: Any) -> Any:
         """The stream that a caller means, None being the current one.
 
@@ -181,11 +248,11 @@ class Line:
         if stream is None:
             stream = self._driver.current_stream()
         else:
-            name, device = self._checker.name(call), self._registry.device
-            stream = self._driver.resolve_stream(name, stream)
-            if stream.ptr and stream.device_id not in (device, -1):  # -1: CuPy was not told
-                allowed = f"a stream of device {device}, which this rank has"
-                raise InvalidValueError(name, "stream", stream, allowed)
+            stream = self._driver.resolve_stream(self._checker.name(call), stream)
+        device = self._registry.device
+        if stream.ptr and stream.device_id not in (device, -1):  # -1: CuPy was not told
+            allowed = f"a stream of device {device}, which this rank has"
+            raise InvalidValueError(self._checker.name(call), "stream", stream, allowed)
         if stream.ptr or not self._threads:
             return stream
         if self._own_stream is None:
@@ -194,18 +261,25 @@ class Line:
 
     def capturing(self, stream: Any) -> bool:
         """Whether work on the stream is recorded and not run."""
-        return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+        try:
+            return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
+        except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
+            return True
 
     @contextmanager
     def held(self, call: str) -> Iterator[None]:
-        """The lock of the communicator, for as long as a rank may be waited for."""
+        """The lock of the communicator, for as long as a rank may be waited for, on its device."""
         if not self._lock.acquire(timeout=self._timeout):
             raise Error(
                 f"{self._checker.name(call)}: another thread was inside a call of this "
                 f"communicator for {self._timeout:g} s"
             )
         try:
-            yield
+            if self._current_device() == self._registry.device:
+                yield
+            else:
+                with self._driver.use_device(self._registry.device):
+                    yield
         finally:
             self._lock.release()
 
@@ -223,7 +297,9 @@ class Line:
                 yield
             except BaseException as error:
                 if self._registry.channel.closed:
-                    self._engine.fail(error)
+                    first = self._engine.fail(error)
+                    if first is not error:
+                        raise first from error
                 raise
 
     def check_open(self, call: str) -> None:

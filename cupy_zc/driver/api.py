@@ -15,6 +15,7 @@ Two modules fulfil :class:`Driver`: :mod:`cupy_zc.driver.cuda` (cuda-python) and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -174,6 +175,14 @@ class Driver(Protocol):
         """
         ...
 
+    def use_device(self, device: int) -> AbstractContextManager[Any]:
+        """Make a device the current one of the calling thread for a block."""
+        ...
+
+    def make_current(self, device: int) -> None:
+        """Make a device the current one of the calling thread, until another one is."""
+        ...
+
     # Ranges
     def reserve(self, size: int, alignment: int) -> int:
         """Reserve addresses; they hold nothing yet. Returns the first."""
@@ -245,7 +254,10 @@ class Driver(Protocol):
         ...
 
     def keeps_stream(self, stream: Any) -> bool:
-        """Whether who holds the object keeps the stream alive, and can record an event later."""
+        """Whether the object is one queue of work that lives as long as it does.
+
+        An event behind what was enqueued can be recorded later then, and in any thread.
+        """
         ...
 
     def resolve_stream(self, call: str, stream: Any) -> Any:

@@ -133,6 +133,11 @@ class CudaDriver:
         device_context: contextlib.AbstractContextManager[Any] = cupy.cuda.Device(device)
         return device_context
 
+    def make_current(self, device: int) -> None:
+        """Make a device the current one of the calling thread, for CuPy as well."""
+        with _runtime_call("cudaSetDevice", f"device={device}"):
+            cupy.cuda.Device(device).use()
+
     def multiprocessors(self, device: int) -> int:
         """How many multiprocessors a device has."""
         with _runtime_call("cudaDeviceGetAttribute", f"device={device}"):
@@ -278,8 +283,12 @@ class CudaDriver:
             return cupy.cuda.Stream(non_blocking=non_blocking)
 
     def keeps_stream(self, stream: Any) -> bool:
-        """False for streams that CuPy did not make: their owner destroys them when he likes."""
-        return not isinstance(stream, cupy.cuda.ExternalStream)
+        """Whether it is a stream that CuPy made, and one queue.
+
+        The owner of another one destroys it when he likes, and the per-thread default stream is
+        another queue in each thread.
+        """
+        return stream.ptr != _PER_THREAD and not isinstance(stream, cupy.cuda.ExternalStream)
 
     def resolve_stream(self, call: str, stream: Any) -> Any:
         """The CuPy stream that a caller means; other libraries' come by ``__cuda_stream__``.
@@ -392,7 +401,7 @@ class CudaDriver:
 
     def plain_memory(self, size: int) -> cupy.cuda.Memory:
         """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
-        with _runtime_call("cudaMalloc", f"size={size}"):
+        with _runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
             return cupy.cuda.Memory(size)
 
     # Bytes, for those who may wait for them

@@ -14,6 +14,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,25 +29,43 @@ from .cuda_calls import relaxed_capture
 
 __all__ = ["KernelName", "launch", "launch_with", "load"]
 
-#: ``launch(function, grid x, y, z, block x, y, z, shared bytes, stream, parameters, extra)``: the
-#: call of the driver as CuPy has it, 2 us less than a ``RawKernel`` takes with one argument.
-launch = _driver.launchKernel
+# The call of the driver as CuPy has it: 2 us less than a ``RawKernel`` takes with one argument.
+_launch = _driver.launchKernel
 
 
-def launch_with(
-    function: int, blocks: int, threads: int, stream: Any, values: Sequence[Any]
-) -> None:
-    """Launch a kernel with arguments of its own; for where a microsecond more does not matter.
+def launch(function: int, blocks: int, threads: int, stream: Any, parameters: int) -> None:
+    """Launch a kernel.
 
     Args:
         function: What :func:`load` gave.
         blocks: Of a one-dimensional grid.
         threads: Of a block.
-        stream: Where.
-        values: The arguments, as ctypes values.
+        stream: Where; of the current device.
+        parameters: Address of an array of addresses of arguments.
+
+    Raises:
+        DriverError: CUDA refused.
     """
+    try:
+        _launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, parameters, 0)
+    except _driver.CUDADriverError as error:
+        detail = f"blocks={blocks}, threads={threads}, stream={stream.ptr:#x}"
+        cause = str(error)
+        raise DriverError(
+            "cupy.cuda.driver.launchKernel",
+            cause.partition(":")[0],
+            error.status,
+            detail=detail,
+            cause=cause,
+        ) from error
+
+
+def launch_with(
+    function: int, blocks: int, threads: int, stream: Any, values: Sequence[Any]
+) -> None:
+    """As :func:`launch`, with ctypes values as arguments; where microseconds do not matter."""
     parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, ctypes.addressof(parameters), 0)
+    launch(function, blocks, threads, stream, ctypes.addressof(parameters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,8 @@ def load(device: int, name: KernelName) -> int:
         name: Which kernel.
 
     Raises:
-        DriverError: it does not compile or load. InvalidValueError: there is no such source.
+        DriverError: it does not compile or load, or another thread did not get it loaded in time.
+        InvalidValueError: there is no such source.
     """
     key = (device, name)
     with _lock:
@@ -88,14 +108,31 @@ def load(device: int, name: KernelName) -> int:
         mine = future is None
         if future is None:
             future = _loaded[key] = Future()
-    if mine:
-        try:
-            future.set_result(_load(device, name))
-        except BaseException as error:  # noqa: BLE001 - raised in every thread that waits, and here
-            with _lock:
-                del _loaded[key]
-            future.set_exception(error)
-    return future.result(timeout=settings().setup_timeout)[0]
+    if not mine:
+        return _await(future, device, name)
+    try:
+        loaded = _load(device, name)
+    except BaseException as error:
+        with _lock:
+            del _loaded[key]
+        # An interrupt is for this thread alone: the others learn that it is not loaded.
+        future.set_exception(error if isinstance(error, Exception) else _not_loaded(device, name))
+        raise
+    future.set_result(loaded)
+    return loaded[0]
+
+
+def _await(future: Future[tuple[int, Any]], device: int, name: KernelName) -> int:
+    """What another thread loads."""
+    try:
+        return future.result(timeout=settings().setup_timeout)[0]
+    except FutureTimeoutError:
+        raise _not_loaded(device, name) from None
+
+
+def _not_loaded(device: int, name: KernelName) -> DriverError:
+    cause = f"another thread did not get {name.source} loaded on device {device}; try again"
+    return DriverError("cupy.RawModule", "NOT_LOADED", 0, cause=cause)
 
 
 def _load(device: int, name: KernelName) -> tuple[int, Any]:

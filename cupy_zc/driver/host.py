@@ -125,6 +125,11 @@ class HostDriver(HostMemory):
         self._check_device("cuCtxSetCurrent", device)
         return self._streams.use_device(device)
 
+    def make_current(self, device: int) -> None:
+        """As :meth:`use_device`, until another device is made current."""
+        self._check_device("cuCtxSetCurrent", device)
+        self._streams.make_current(device)
+
     def synchronize(self, device: int) -> None:
         """Wait for all work of a device, without harm to any capture.
 

@@ -85,11 +85,15 @@ class HostStreams:
     def use_device(self, device: int) -> Iterator[None]:
         """Make a device current in the calling thread."""
         before = self.state.device
-        self.state.device, self.state.stream = device, self.state.of_device[device]
+        self.make_current(device)
         try:
             yield
         finally:
-            self.state.device, self.state.stream = before, self.state.of_device[before]
+            self.make_current(before)
+
+    def make_current(self, device: int) -> None:
+        """As :meth:`use_device`, until another device is made current."""
+        self.state.device, self.state.stream = device, self.state.of_device[device]
 
     def resolve(self, call: str, stream: Any) -> HostStream:
         """The stream of this driver that a caller means; any with ``ptr`` 0 is the null stream.

@@ -259,6 +259,21 @@ class Channel:
             self._abort(error)
             raise
 
+    def waiting(self, tag: str) -> dict[int, bytes]:
+        """What peers say that wait for this rank in an :meth:`exchange`. Local, at once.
+
+        Args:
+            tag: Of that exchange.
+
+        Returns:
+            Payloads by rank, without what is longer than 64 KiB. Allowed in any thread.
+        """
+        return {
+            rank: payload
+            for rank, (label, payload) in self._streams.peek().items()
+            if label.kind is Kind.EXCHANGE and label.tag == tag
+        }
+
     def gone(self) -> tuple[int, ...]:
         """The ranks that have closed their channel, exited or were killed. Local, at once.
 

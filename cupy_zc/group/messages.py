@@ -1,9 +1,10 @@
 """One message on one socket: bytes and descriptors, sent and received piece by piece.
 
-On the stream a message is ``header | tag | a byte for each 253 descriptors | payload``. The kernel
-passes at most 253 descriptors (``SCM_MAX_FD``) with one piece of data, so each such group rides on
-a byte of its own. A reader asks for exactly the bytes of the piece it is at: it never reads into
-the next message, and never past a byte that carries descriptors.
+On the stream a message is ``header | tag | payload | a byte for each 253 descriptors``, so what it
+says can be looked at before its descriptors are taken. The kernel passes at most 253 descriptors
+(``SCM_MAX_FD``) with one piece of data, so each such group rides on a byte of its own. A reader
+asks for exactly the bytes of the piece it is at: it never reads into the next message, and never
+past a byte that carries descriptors.
 
 Ownership: the sender's descriptors stay the sender's. Those received belong to :class:`Inbound`
 until :meth:`Inbound.take`, and are closed by :meth:`Inbound.close`.
@@ -24,13 +25,25 @@ from dataclasses import dataclass
 from ..errors import Error, MismatchError
 from .bootstrap import MAX_PAYLOAD
 
-__all__ = ["MAX_FDS", "MAX_TAG", "Inbound", "Kind", "Label", "Message", "Outbound", "closing"]
+__all__ = [
+    "MAX_FDS",
+    "MAX_TAG",
+    "Inbound",
+    "Kind",
+    "Label",
+    "Message",
+    "Outbound",
+    "closing",
+    "parse",
+]
 
 _HEADER = struct.Struct("!4sBQHQI")
 _MAGIC = b"CZC1"
 _GROUP = 253
 _FD = array.array("i").itemsize
 _CHUNK = 1 << 20
+#: Bytes of a payload that is sent in one piece with what comes before it.
+_SMALL = 1 << 14
 
 #: Most descriptors in a message, and most bytes of a tag.
 MAX_FDS = 1 << 14
@@ -86,9 +99,10 @@ class Outbound:
     def __init__(self, label: Label, payload: bytes, fds: Sequence[int]) -> None:
         tag = label.tag.encode()
         head = _HEADER.pack(_MAGIC, label.kind, label.step, len(tag), len(payload), len(fds)) + tag
-        pieces: list[tuple[bytes, Sequence[int]]] = [(head, ())]
+        pieces: list[tuple[bytes, Sequence[int]]] = [(head, ()), (payload, ())]
+        if len(payload) <= _SMALL:  # each piece sent can wake the peer
+            pieces = [(head + payload, ())]
         pieces += [(b"\0", fds[at : at + _GROUP]) for at in range(0, len(fds), _GROUP)]
-        pieces.append((payload, ()))
         self._pieces = deque((memoryview(data), group) for data, group in pieces if data)
         #: Whether some, and not all, of it was sent: another message must not follow.
         self.torn = False
@@ -118,6 +132,20 @@ class Outbound:
                 self._pieces[0] = (data[sent:], ())
             self.torn = bool(self._pieces)
         return True
+
+
+def parse(data: bytes) -> tuple[Label, bytes] | None:
+    """What the message says that ``data`` begins with; None where that is not all there."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, kind, step, tag_size, payload_size, _ = _HEADER.unpack_from(data)
+    start = _HEADER.size + tag_size
+    if magic != _MAGIC or kind not in Kind._value2member_map_:
+        return None
+    if len(data) < start + payload_size:
+        return None
+    label = Label(Kind(kind), step, data[_HEADER.size : start].decode(errors="replace"))
+    return label, data[start : start + payload_size]
 
 
 class Inbound:
@@ -179,13 +207,13 @@ class Inbound:
             _, kind, step, *_ = _HEADER.unpack_from(self._head)
             tag = self._head[_HEADER.size :].decode(errors="replace")
             self.label = Label(Kind(kind), step, tag)
-        while len(self._fds) < fd_count:
-            self._receive_fds(connection, min(_GROUP, fd_count - len(self._fds)))
         while self._filled < len(self._payload):
             count = connection.recv_into(self._payload[self._filled :][:_CHUNK])
             if not count:
                 raise ConnectionResetError("closed in the middle of a message")
             self._filled += count
+        while len(self._fds) < fd_count:
+            self._receive_fds(connection, min(_GROUP, fd_count - len(self._fds)))
 
     def _fill_head(self, connection: socket.socket, size: int) -> None:
         while len(self._head) < size:

@@ -10,10 +10,13 @@ from collections.abc import Collection, Mapping
 
 from ..errors import Error, MismatchError
 from .inbox import Inbox
-from .messages import Inbound, Kind, Label, Outbound
+from .messages import Inbound, Kind, Label, Outbound, parse
 from .waiting import Wait, gone
 
 __all__ = ["Streams"]
+
+#: Bytes of a message that can be looked at before it is read.
+_PEEKED = 1 << 16
 
 
 class Streams:
@@ -139,6 +142,17 @@ class Streams:
                 ranks[descriptor] = rank
                 poll.register(descriptor, select.POLLRDHUP)
         return tuple(sorted(ranks[descriptor] for descriptor, _ in poll.poll(0)))
+
+    def peek(self) -> dict[int, tuple[Label, bytes]]:
+        """The short messages that have arrived and that nobody has begun to read, by rank."""
+        found: dict[int, tuple[Label, bytes]] = {}
+        for rank, connection in list(self._sockets.items()):
+            with contextlib.suppress(OSError):  # nothing is there, or the peer has closed
+                flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+                message = parse(connection.recv(_PEEKED, flags))
+                if message is not None:
+                    found[rank] = message
+        return found
 
     def farewell(self, label: Label, reason: str, torn: Collection[int] = ()) -> None:
         """Tell each peer why this rank gives up, if its stream is between two messages."""

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from ..driver.api import Driver
 from ..errors import DriverError, OutOfMemoryError
+from . import graphs
 from .accounts import Accounts
 from .arena import Arena
 from .blocks import Bin, Block, Home, Run, Segment
@@ -203,6 +204,7 @@ class DevicePool:
         self.accounts.handed_out(block)
 
     def _settle(self) -> str:
+        graphs.settle()
         self.deferred.settle()
         self.captures.poll()
         return ""

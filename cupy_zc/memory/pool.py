@@ -20,6 +20,7 @@ from cupy.cuda import MemoryPointer, memory_hook
 from ..config import settings
 from ..driver import Driver, select
 from ..errors import DriverError, Error, InvalidTypeError, InvalidValueError
+from . import graphs
 from .blocks import Bin, Block
 from .device import DevicePool
 from .pooled import NoMemory, PooledMemory, active_hooks, hand_over
@@ -249,6 +250,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         current = self._current_stream()
         if current.ptr and self._is_capturing(current.ptr):
             return
+        graphs.settle()
         pool.deferred.settle()
         pool.captures.poll()
         pool.supply.release_free(None if stream is None else self._driver.stream_key(stream))

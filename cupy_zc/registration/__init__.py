@@ -12,14 +12,20 @@
 from __future__ import annotations
 
 from .explain import Rule
+from .graph import Lease, LeaseInfo, Leases
 from .multicast_probe import HostProbe, Probe, Target
 from .multicast_team import MulticastStatus
 from .published import Location, Registration
-from .registry import Registry, is_agreed
+from .registry import Choice, Registry, is_agreed
 from .symmetric import SymmetricHeap, SymmetricMemory
+from .targets import pin, refusal
 
 __all__ = [
+    "Choice",
     "HostProbe",
+    "Lease",
+    "LeaseInfo",
+    "Leases",
     "Location",
     "MulticastStatus",
     "Probe",
@@ -30,4 +36,6 @@ __all__ = [
     "SymmetricMemory",
     "Target",
     "is_agreed",
+    "pin",
+    "refusal",
 ]

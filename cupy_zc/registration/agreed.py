@@ -2,7 +2,8 @@
 
 An agreed point is one exchange; where it brought news, votes follow:
 
-1. Each rank says which segments it released, which ones are new, and hands over their descriptors.
+1. Each rank says which segments and lanes it released, which segments are new, and hands over their
+   descriptors.
    A rank that failed in preparing this says so instead, and all ranks raise its error.
 2. Released segments are taken out of multicast windows on all ranks, and then those of peers are
    unmapped, after the device has finished what may use them. This is not undone when something
@@ -21,7 +22,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..driver.api import Driver, SegmentHandle
 from ..errors import Error
@@ -44,6 +45,10 @@ class News:
     offers: tuple[SegmentOffer, ...] = ()
     #: (arena, offset) of the array that is being registered; None where it is not one array.
     array: tuple[int, int] | None = None
+    #: Lanes of graphs that are gone on the rank.
+    lanes: tuple[int, ...] = ()
+    #: What the call is, as plain data, where ranks compare that.
+    call: tuple[Any, ...] = ()
 
     def to_bytes(self) -> bytes:
         """For the way through a channel."""
@@ -57,19 +62,23 @@ class News:
                     for o in self.offers
                 ],
                 self.array,
+                self.lanes,
+                self.call,
             ]
         ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> News:
         """The inverse of :meth:`to_bytes`."""
-        prepared, released, retired, offers, array = json.loads(data)
+        prepared, released, retired, offers, array, lanes, call = json.loads(data)
         return cls(
             prepared,
             tuple(SegmentName(*name) for name in released),
             tuple(retired),
             tuple(SegmentOffer(SegmentName(*offer[:3]), *offer[3:]) for offer in offers),
             None if array is None else (array[0], array[1]),
+            tuple(lanes),
+            tuple(call),
         )
 
 
@@ -83,6 +92,7 @@ def carry_out(
     prepare: Callable[[], tuple[News, Sequence[SegmentHandle]]],
     check: Callable[[Mapping[int, News]], None],
     *,
+    heard: Callable[[Mapping[int, News]], None],
     settled: Callable[[News], None],
     timeout: float,
 ) -> dict[int, News]:
@@ -97,6 +107,7 @@ def carry_out(
         tag: Which call it is, equal on all ranks.
         prepare: Local part; gives what to say, and the handles of the offers in their order.
         check: What all ranks conclude from what all said; it raises on all of them or on none.
+        heard: Takes what all said, on all ranks as soon as one has it; it must not fail.
         settled: Takes what this rank said, once all peers have carried out its releases.
         timeout: Seconds to wait for the peers to come here.
 
@@ -121,6 +132,7 @@ def carry_out(
             raise trouble from failure
     with closing(messages), Transaction(channel) as transaction:
         said = {message.rank: News.from_bytes(message.payload) for message in messages}
+        heard(said)
         if not all(news.prepared for news in said.values()):
             transaction.step(tag, functools.partial(_raise, failure) if failure else _nothing)
         check(said)

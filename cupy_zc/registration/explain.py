@@ -11,6 +11,7 @@ import cupy
 from ..errors import InvalidTypeError
 from ..group.naming import name_ranks
 from ..memory.blocks import Segment
+from .targets import refusal
 
 if TYPE_CHECKING:
     from .published import Location
@@ -77,7 +78,7 @@ def _memory(registry: Registry, array: Any) -> Iterator[Rule]:
         ours = segment.home.pool.driver is registry.driver
         detail = f"it is in the segment at offset {segment.offset:#x}"
         yield _rule(
-            "memory of a pool", ours, detail if ours else registry.refusal(memory), _ALLOCATE
+            "memory of a pool", ours, detail if ours else refusal(registry, memory), _ALLOCATE
         )
         kinds = segment.handle.handle_types
         yield _rule(

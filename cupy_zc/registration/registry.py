@@ -18,24 +18,25 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
-
-import cupy
+from typing import Any, NamedTuple
 
 from ..config import settings
 from ..driver.api import Driver, SegmentHandle
-from ..errors import AgreementError, ClosedError, InvalidTypeError, InvalidValueError
+from ..errors import AgreementError, ClosedError
 from ..group import Channel
 from ..memory import MemoryPool
 from ..memory.arena import Arena
 from ..memory.blocks import Segment
 from .agreed import News, carry_out
 from .explain import Rule, judge
+from .graph import Leases
+from .lanes import Lanes
 from .multicast import Multicast
 from .published import Entry, Location, Registration
+from .targets import pin, pin_target, refusal
 from .window import SegmentName, Windows
 
-__all__ = ["Registry", "is_agreed"]
+__all__ = ["Choice", "Registry", "is_agreed"]
 
 _log = logging.getLogger("cupy_zc")
 
@@ -50,6 +51,19 @@ def is_agreed(number: int) -> bool:
 
 #: What holds a segment that collectives touched.
 _AUTOMATIC = object()
+
+
+class Choice(NamedTuple):
+    """What a rank brings to an agreed point."""
+
+    #: To be published.
+    segments: Sequence[Segment] = ()
+    #: What holds them from then on.
+    holder: object = None
+    #: Arena and offset of the one array they are for, if there is one.
+    array: tuple[int, int] | None = None
+    #: What the call is, as plain data, where the ranks compare that.
+    call: tuple[Any, ...] = ()
 
 
 class Registry:
@@ -76,6 +90,9 @@ class Registry:
         self.windows = Windows(driver, device, channel.rank)
         #: Where in this process a byte of a rank is: ``address(rank, arena, offset)``.
         self.address = self.windows.address
+        #: Of graphs; released ones are told to the peers with everything else.
+        self.lanes = Lanes(channel.rank, channel.ranks)
+        self.leases = Leases(self)
         self.closed = False
         self._versions = itertools.count(1)
         #: Another one whenever something is registered, mapped or let go of.
@@ -107,15 +124,16 @@ class Registry:
             MismatchError: ranks are at different calls. PeerTimeoutError: a rank did not come.
             ClosedError: the registry is closed.
         """
-        registration = Registration(target, self._let_go)
+        registration = Registration(target, self._end)
 
-        def choose() -> tuple[list[Segment], tuple[int, int] | None]:
-            segments = self._pin(target, call)
+        def choose() -> Choice:
+            segments = pin_target(self, target, call)
             registration.hold(segments)
-            return segments, self._name(target, segments)
+            one = len(segments) == 1 and not isinstance(target, MemoryPool)
+            return Choice(segments, registration, self.name(target) if one else None)
 
         try:
-            said = self.agree(call, choose, registration)
+            said = self.agree(call, choose)
         except BaseException:
             registration.deregister()
             raise
@@ -125,7 +143,7 @@ class Registry:
 
     def collect(self, call: str = "Communicator.collect") -> None:
         """Carry out what was deregistered. Collective. Errors: as :meth:`register`."""
-        self.agree(call, _no_segments, None)
+        self.agree(call, Choice)
 
     def explain(self, array: Any) -> tuple[Rule, ...]:
         """Every rule that decides about zero-copy for an array, with what to do. Local.
@@ -148,7 +166,7 @@ class Registry:
                 return Location(entry.name.arena, offset, True, "", segment)
         if not array.nbytes:
             return Location(0, 0, True, "", None)
-        reason = self.refusal(data.mem)
+        reason = refusal(self, data.mem)
         if reason:
             return Location(-1, 0, False, reason, None)
         return Location(-1, 0, False, "its segment is not registered", segment)
@@ -176,14 +194,12 @@ class Registry:
         touched, self._touched = self._touched, {}
         pinned: list[Segment] = []
 
-        def choose() -> tuple[list[Segment], None]:
-            for segment in touched:
-                if not self._refusal_of(segment):
-                    pinned.extend(segment.home.pool.supply.pin([segment]))
-            return pinned, None
+        def choose() -> Choice:
+            pinned.extend(pin([each for each in touched if not refusal(self, each)]))
+            return Choice(pinned, _AUTOMATIC)
 
         try:
-            self.agree(f"collective call {number}", choose, _AUTOMATIC)
+            self.agree(f"collective call {number}", choose)
         except AgreementError as error:
             _log.warning(
                 "rank %d: arrays are not registered and collectives stage them: %s",
@@ -193,26 +209,23 @@ class Registry:
             for segment in pinned:
                 segment.home.pool.supply.unpin([segment])
 
-    # What the symmetric heap and explain ask for
-
-    def refusal(self, memory: Any) -> str:
-        """Why memory (``array.data.mem``) can never be registered here; empty where it can."""
-        segment = getattr(memory, "segment", None)
-        if self.closed:
-            return "the communicator is closed"
-        if isinstance(segment, Segment):
-            return self._refusal_of(segment)
-        return (
-            f"its memory is a {type(memory).__name__}, not of a cupy_zc.MemoryPool; call "
-            "cupy_zc.install() before the array is made, or make it with the communicator's empty()"
-        )
+    # What the symmetric heap, leases and explain ask for
 
     def counterparts(self, arena: int, offset: int) -> Mapping[int, tuple[int, int] | None] | None:
-        """What each rank registered together with the array at this place; None if not known."""
+        """What the ranks registered, or captured, together with the array at this place.
+
+        None if that is not known.
+        """
         for registration in tuple(self._registrations):
             if registration.arrays.get(self.channel.rank) == (arena, offset):
                 return registration.arrays
-        return None
+        found = (lease.counterparts.get((arena, offset)) for lease in self.leases.live())
+        return next((each for each in found if each is not None), None)
+
+    def name(self, array: Any) -> tuple[int, int]:
+        """Arena and offset of an array that has a segment, registered or not."""
+        arena = array.data.mem.segment.home.pool.arena
+        return self._number(arena), array.data.ptr - arena.base
 
     def claim_heap(self, arena: Arena) -> None:
         """Make an arena number 0 of this rank."""
@@ -222,17 +235,15 @@ class Registry:
     def agree(
         self,
         tag: str,
-        choose: Callable[[], tuple[Sequence[Segment], tuple[int, int] | None]],
-        holder: object,
+        choose: Callable[[], Choice],
         check: Callable[[Mapping[int, News]], None] = lambda _: None,
     ) -> dict[int, News]:
         """An agreed point: publish segments and carry out what was let go of. Collective.
 
         Args:
             tag: Which call it is, equal on all ranks.
-            choose: Gives the segments, which stay at least until this returns, and the name of the
-                one array they are for, if there is one. An error it raises is raised on all ranks.
-            holder: What holds them from now on.
+            choose: Gives the segments, which stay at least until this returns, and what to say. An
+                error it raises is raised on all ranks.
             check: See :func:`~cupy_zc.registration.agreed.carry_out`.
 
         Returns:
@@ -245,14 +256,17 @@ class Registry:
         fresh: list[Entry] = []
 
         def prepare() -> tuple[News, Sequence[SegmentHandle]]:
-            segments, array = choose()
+            segments, holder, array, call = choose()
             fresh.extend(self._hold(segments, holder))
+            self.leases.settle()
             self._retire()
             news = News(
                 released=tuple(self._leaving),
                 retired=self._retired(),
                 offers=tuple(entry.offer for entry in fresh),
                 array=array,
+                lanes=self.lanes.dropped,
+                call=call,
             )
             return news, [entry.segment.handle for entry in fresh]
 
@@ -265,6 +279,7 @@ class Registry:
             tag,
             prepare,
             check,
+            heard=self._heard,
             settled=self._settled,
             timeout=self.timeout,
         )
@@ -274,6 +289,21 @@ class Registry:
         self.multicast.follow(said)
         self.version = next(self._versions)
         return said
+
+    def share(self, segments: Sequence[Segment], holder: object) -> list[Segment]:
+        """Hold, and pin, those of the segments that are published. Local; which they are."""
+        shared = pin([each for each in segments if each in self._published])
+        self._hold(shared, holder)
+        return shared
+
+    def let_go(self, holder: object, segments: Sequence[Segment]) -> None:
+        """Take back a hold, and a pin, of each segment. Local, in any thread."""
+        for segment in segments:
+            entry = self._published.get(segment)
+            if entry is not None:
+                entry.holders.discard(holder)
+                self.version = next(self._versions)
+            segment.home.pool.supply.unpin([segment])
 
     def close(self) -> None:
         """Unmap all there is of the peers and end all registrations. Local; again does nothing.
@@ -290,6 +320,7 @@ class Registry:
             stack.callback(self.windows.close)
             stack.callback(self.multicast.close)
             stack.callback(self.driver.synchronize, self.device)
+            self.leases.unregister()
             for registration in tuple(self._registrations):
                 registration.deregister()
             for entry in self._published.values():
@@ -304,54 +335,10 @@ class Registry:
         if self.closed:
             raise ClosedError(f"rank {self.channel.rank}: {call}: the communicator is closed")
 
-    def _let_go(self, registration: Registration, segments: Sequence[Segment]) -> None:
-        """Drop what a registration held. Local, in any thread."""
+    def _end(self, registration: Registration, segments: Sequence[Segment]) -> None:
+        """A registration ends. Local, in any thread."""
         self._registrations.discard(registration)
-        for segment in segments:
-            entry = self._published.get(segment)
-            if entry is not None:
-                entry.holders.discard(registration)
-                self.version = next(self._versions)
-            segment.home.pool.supply.unpin([segment])
-
-    def _refusal_of(self, segment: Segment) -> str:
-        pool = segment.home.pool
-        if pool.driver is not self.driver:
-            return (
-                f"its memory comes from another driver ({pool.driver.name}) than the one of the "
-                f"communicator ({self.driver.name}); make pool and communicator with one driver"
-            )
-        if pool.device != self.device:
-            return (
-                f"its memory is on device {pool.device}, and rank {self.channel.rank} has device "
-                f"{self.device}"
-            )
-        return ""
-
-    def _pin(self, target: Any, call: str) -> list[Segment]:
-        """The segments of an array or a pool, pinned."""
-        if isinstance(target, MemoryPool):
-            if target.driver is not self.driver:
-                allowed = "a pool made with the driver of the communicator"
-                raise InvalidValueError(call, "target", target, allowed)
-            return target.device_pool(self.device).supply.pin()
-        if not isinstance(target, cupy.ndarray):
-            allowed = "a cupy.ndarray or a cupy_zc.MemoryPool"
-            raise InvalidTypeError(call, "target", target, allowed)
-        if not target.nbytes:
-            return []
-        reason = self.refusal(target.data.mem)
-        if reason:
-            allowed = f"an array that can be registered, but {reason}"
-            raise InvalidValueError(call, "target", target, allowed)
-        segment = target.data.mem.segment
-        return list(segment.home.pool.supply.pin([segment]))
-
-    def _name(self, target: Any, segments: Sequence[Segment]) -> tuple[int, int] | None:
-        if isinstance(target, MemoryPool) or not segments:
-            return None
-        arena = segments[0].home.pool.arena
-        return self._number(arena), target.data.ptr - arena.base
+        self.let_go(registration, segments)
 
     def _number(self, arena: Arena) -> int:
         number = self._numbers.get(arena)
@@ -387,13 +374,13 @@ class Registry:
         """Numbers of arenas that are gone, and that peers may still mirror."""
         return tuple(sorted(self._live_numbers.difference(self._numbers.values())))
 
+    def _heard(self, said: Mapping[int, News]) -> None:
+        for rank, news in said.items():
+            self.lanes.heard(rank, news.lanes)
+
     def _settled(self, news: News) -> None:
         """All peers have carried out the releases in ``news``."""
         del self._leaving[: len(news.released)]
         self._live_numbers.difference_update(news.retired)
         for arena in news.retired:
             self.windows.disown(arena)
-
-
-def _no_segments() -> tuple[list[Segment], None]:
-    return [], None

@@ -31,7 +31,7 @@ from ..memory.pool import UNIT, abandon
 from ..memory.pooled import NoMemory, PooledMemory, hand_over
 from .agreed import News
 from .allocator import SymmetricAllocator, SymmetricBlock
-from .registry import Registry
+from .registry import Choice, Registry
 
 __all__ = ["SymmetricHeap", "SymmetricMemory"]
 
@@ -133,19 +133,29 @@ class SymmetricHeap:
         return MemoryPointer(self._memory(block), 0)
 
     def reserve_private(self, nbytes: int, call: str = "Communicator") -> int:
-        """A block for the communicator's own use, kept until :meth:`close`. Collective.
+        """As :meth:`reserve`, kept until :meth:`close`: its offset."""
+        memory = self.reserve(nbytes, call)
+        self._private.append(memory)
+        return self.offset(memory)
+
+    def offset(self, memory: SymmetricMemory) -> int:
+        """Where a block is in arena 0."""
+        return int(memory.ptr - self.arena.base)
+
+    def reserve(self, nbytes: int, call: str = "Communicator") -> SymmetricMemory:
+        """A block for the communicator's own use. Collective.
 
         Returns:
-            Its offset in arena 0, equal on all ranks and a multiple of 512.
+            The block, at an offset in arena 0 that is equal on all ranks and a multiple of 512. Who
+            has it can outlive the heap, as arrays do.
 
         Raises:
             As :meth:`allocate`; also InvalidValueError for 0 bytes.
         """
         if not nbytes:
             raise InvalidValueError(call, "nbytes", nbytes, "more than 0 bytes")
-        memory = self.allocate(nbytes, call).mem
-        self._private.append(memory)
-        return int(memory.ptr - self.arena.base)
+        memory: SymmetricMemory = self.allocate(nbytes, call).mem
+        return memory
 
     def used_bytes(self) -> int:
         """Bytes of blocks that some rank is not known to have dropped."""
@@ -209,15 +219,15 @@ class SymmetricHeap:
         with ExitStack() as undo:
             made: list[PooledMemory] = []
 
-            def choose() -> tuple[list[Segment], None]:
+            def choose() -> Choice:
                 block = self._pool.allocate(self._home, wanted)
                 memory: PooledMemory = hand_over(block, self._pool.device).mem
                 undo.callback(self._pool.supply.release_free)
                 undo.callback(memory.free)
                 made.append(memory)
-                return [memory.segment], None
+                return Choice([memory.segment], self)
 
-            self._registry.agree(f"{call}: grow", choose, self, _check_symmetric)
+            self._registry.agree(f"{call}: grow", choose, _check_symmetric)
             undo.pop_all()
         offset = made[0].segment.offset
         self._backing[offset] = made[0]

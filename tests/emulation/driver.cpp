@@ -12,6 +12,7 @@
 // other between repeats.
 #include <algorithm>
 
+#include "host.h"
 #include "runtime.h"
 #include "table.h"
 
@@ -23,6 +24,7 @@ struct Launch {
     u32 operation, element, element_bytes, size, blocks, threads, root, two_step, fresh, input_rows,
         output_rows, repeats;
     u64 budget, chunk, lines, packs, seed, epoch;
+    u64 lost, lost_after;  // what the host says in the records, and when
 };
 struct Rank {
     u32 kernel, registered, absent, in_place;  // in_place: 1 input in output, 2 output in input
@@ -32,7 +34,7 @@ struct Rank {
 struct Call {
     u32 kernel, root;
 };
-static_assert(sizeof(Launch) == 96 && sizeof(Rank) == 48, "the test packs them");
+static_assert(sizeof(Launch) == 112 && sizeof(Rank) == 48, "the test packs them");
 
 constexpr u64 GUARD = 64, NOWHERE = 0x10;
 constexpr unsigned char POISON = 0xa5, SCRIBBLE = 0x5a;
@@ -203,6 +205,8 @@ void serve(const Launch& launch) {
             }
         }
     }
+    const Host host(records, launch.lost, launch.lost_after);
+    host.join(fibers);
     emulation::run(fibers, launch.seed);
 
     for (u32 r = 0; r < size; ++r) {

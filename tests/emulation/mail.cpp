@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "host.h"
 #include "runtime.h"
 
 #include "mail.cuh"
@@ -24,13 +25,15 @@ using namespace cupy_zc;
 struct Scene {
     u32 size, streams, threads, fresh, letters, slots, tracks, unused;
     u64 letter, slot, budget, seed, messages, passed;
+    u64 lost, lost_after;  // what the host says in the records, and when
 };
 struct Call {
     u64 push_peer, push_bytes, push_fingerprint, drain_peer, drain_bytes, drain_fingerprint;
+    u64 push_blocks;
     u32 input_skew, output_skew;
     u64 after;  // 0, or a call of the scene by number from 1 on: its end comes first
 };
-static_assert(sizeof(Scene) == 80 && sizeof(Call) == 64, "the test packs them");
+static_assert(sizeof(Scene) == 96 && sizeof(Call) == 72, "the test packs them");
 
 constexpr u64 GUARD = 64;
 constexpr unsigned char POISON = 0xa5, SCRIBBLE = 0x5a;
@@ -117,9 +120,9 @@ void renew(const Scene& scene) {
     }
 }
 
-MailPart part_of(u64 peer, u64 bytes, u64 fingerprint, u64 array) {
+MailPart part_of(u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 blocks) {
     const u64 area = peer == NOBODY ? 0 : reinterpret_cast<u64>(&area_of(peer));
-    return {array, bytes, fingerprint, area, peer};
+    return {array, bytes, fingerprint, area, peer, blocks};
 }
 
 std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& after) {
@@ -133,8 +136,10 @@ std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& afte
     job->output = std::make_unique<Buffer>(call.drain_peer == NOBODY ? 0 : call.drain_bytes,
                                            call.output_skew);
     job->args = {
-        part_of(call.push_peer, call.push_bytes, call.push_fingerprint, job->input->address()),
-        part_of(call.drain_peer, call.drain_bytes, call.drain_fingerprint, job->output->address()),
+        part_of(call.push_peer, call.push_bytes, call.push_fingerprint, job->input->address(),
+                call.push_blocks),
+        part_of(call.drain_peer, call.drain_bytes, call.drain_fingerprint, job->output->address(),
+                scene.tracks),
         reinterpret_cast<u64>(&area_of(rank)),
         error,
         7,
@@ -191,6 +196,8 @@ void serve(const Scene& scene) {
             fibers.back().body = &bodies[body];
         }
     }
+    const Host host(records, scene.lost, scene.lost_after);
+    host.join(fibers);
     emulation::run(fibers, scene.seed);
 
     give(records.data(), records.size() * sizeof(ErrorRecord));

@@ -86,8 +86,26 @@ inline float float_of(u32 bits) { return same_bits<float>(bits); }
 inline u32 bits_of(float value) { return same_bits<u32>(value); }
 inline double double_of(u64 bits) { return same_bits<double>(bits); }
 inline u64 bits_of(double value) { return same_bits<u64>(value); }
-inline float product(float a, float b) { return a * b; }
-inline double product(double a, double b) { return a * b; }
+template <class T>
+T plus(T a, T b) {
+    return a + b;
+}
+template <class T>
+T product(T a, T b) {
+    return a * b;
+}
+template <class T>
+T quotient(T a, T b) {
+    return a / b;
+}
+template <class T>
+bool less(T a, T b) {
+    return a < b;
+}
+template <class T>
+bool is_nan(T value) {
+    return value != value;
+}
 
 inline float half_to_float(u16 bits) { return static_cast<float>(same_bits<_Float16>(bits)); }
 inline u16 float_to_half(float value) { return same_bits<u16>(static_cast<_Float16>(value)); }

@@ -1,0 +1,105 @@
+"""Calls that were made on the device, ready to be made again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from ..driver.cuda_kernels import launch
+from .call import Transfer
+from .device_args import Args
+from .device_lane import DeviceLane
+from .device_mail import MailLaunch
+from .device_plan import Launch
+from .plan import Operation
+
+__all__ = ["Done", "RepeatedCall", "RepeatedLetter", "Shape"]
+
+
+class Owner(Protocol):
+    """What a call that is made again asks of its engine."""
+
+    done: Done | None
+    stream: Any
+
+    def fail(self, error: BaseException) -> BaseException: ...
+    def unchanged(self, version: int) -> bool: ...
+    def is_well(self) -> bool: ...
+
+
+class Shape(NamedTuple):
+    """A call but for where its arrays are, ready to be launched on a lane."""
+
+    plan: Launch
+    function: int
+    args: Args
+    #: Address of the array of addresses of parameters that a launch takes.
+    parameters: int
+    #: What keeps that array.
+    keep: Any
+    #: What it does where nobody stages.
+    transfer: Transfer
+
+
+class Done(NamedTuple):
+    """What is known of the last call, without its arrays."""
+
+    #: None of a point-to-point call.
+    operation: Operation | None
+    root: int
+    plan: Launch | None
+    #: As far as this rank knows.
+    transfer: Transfer
+    lane: DeviceLane | None
+
+
+class RepeatedLetter:
+    """As :class:`RepeatedCall`, of a ``recv`` or a ``send_recv``."""
+
+    __slots__ = ("_done", "_engine", "_made")
+
+    def __init__(self, engine: Owner, made: MailLaunch, done: Done) -> None:
+        self._engine = engine
+        self._made = made
+        self._done = done
+
+    def launch(self, stream: Any) -> bool:
+        """Make it, if nothing failed; False, and nothing done, where something did."""
+        engine = self._engine
+        if not (engine.is_well() and self._made.in_turn()):
+            return False
+        self._made(stream)
+        engine.done, engine.stream = self._done, stream
+        return True
+
+
+class RepeatedCall:
+    """A call that was made, to be made again with the same arrays on the same lane.
+
+    It keeps no array: whoever asks for it again has them.
+    """
+
+    __slots__ = ("_done", "_engine", "_shape", "_values", "_version")
+
+    def __init__(self, engine: Owner, shape: Shape, done: Done, version: int) -> None:
+        args = shape.args
+        self._engine = engine
+        self._shape = shape
+        self._done = done
+        #: Of the registrations that the locations are from.
+        self._version = version
+        self._values = (args.input, args.output, args.input_location, args.output_location)
+
+    def launch(self, stream: Any) -> bool:
+        """Make it, if all is as it was; False, and nothing done, where it is not."""
+        engine, shape = self._engine, self._shape
+        if not engine.unchanged(self._version):
+            return False
+        args, plan = shape.args, shape.plan
+        args.input, args.output, args.input_location, args.output_location = self._values
+        try:
+            launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
+        except BaseException as error:
+            engine.fail(error)  # the peers make this call, and wait for this rank
+            raise
+        engine.done, engine.stream = self._done, stream
+        return True
