@@ -202,6 +202,22 @@ def test_an_object_that_was_not_let_go_of_is_before_the_next_attempt(
 
 
 @off
+@pytest.mark.parametrize("culprit", range(3))
+def test_a_segment_that_its_pool_just_gave_back_is_left_out_on_all_ranks(culprit: int) -> None:
+    with casting() as made:
+        kept = arrays(made)
+        gone = multicast(made[culprit])
+        gone.segment_at = lambda arena, offset: None  # type: ignore[method-assign]
+        register(made, kept)
+        assert one_status(made) == work.ON
+        assert [list(bindings(rank)) for rank in made] == [[(0, 0)]] * 3
+        assert [array.data.mem.segment.pins for array in kept] == [1] * 3
+        del gone.segment_at
+        fine(made, lambda rank: rank.registry.collect())
+        assert [list(bindings(rank)) for rank in made] == [[(0, 0), (1, 0)]] * 3
+
+
+@off
 def test_an_interrupt_goes_on_as_itself_and_the_ranks_stay_in_step() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

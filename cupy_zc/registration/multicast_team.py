@@ -18,7 +18,10 @@ __all__ = ["MulticastStatus", "Team", "form_team", "switched_off"]
 
 @dataclass(frozen=True, slots=True)
 class MulticastStatus:
-    """Whether a communicator uses multicast, and why not. Equal on all ranks."""
+    """Whether a communicator uses multicast, and why not.
+
+    Equal on all ranks, but for the words: a rank adds what it could not undo.
+    """
 
     #: "off": nobody tried, by a switch or because it would not help; "unavailable": it cannot be
     #: had, or failed its probe; "probing": it is being tried; "on".
