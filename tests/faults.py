@@ -12,7 +12,10 @@ UNKNOWN = ("CUDA_ERROR_UNKNOWN", 999)
 
 
 class FaultyDriver:
-    """Everything of ``driver``, but ``fail[call]`` makes the next calls of that name raise."""
+    """Everything of ``driver``, but ``fail[call]`` makes the next calls of that name raise.
+
+    What is set on it stands in for what the driver has.
+    """
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -35,3 +38,6 @@ class FaultyDriver:
             return value(*args, **kwargs)
 
         return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)

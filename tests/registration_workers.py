@@ -32,6 +32,8 @@ class Rank:
     driver: FaultyDriver
     registry: Registry = field(init=False)
     pool: MemoryPool = field(init=False)
+    #: Closed with the rank.
+    heaps: list[SymmetricHeap] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = Registry(self.driver, 0, self.channel, timeout=20)
@@ -73,16 +75,22 @@ class Rank:
 
 
 @contextlib.contextmanager
-def ranks(n: int, memory: int = 4096 * GRANULE, **driver: int) -> Iterator[list[Rank]]:
+def ranks(
+    n: int, memory: int = 4096 * GRANULE, granularity: int = GRANULE, devices: int = 1
+) -> Iterator[list[Rank]]:
     """Ranks as threads of this process, each with a driver and a pool of its own."""
     with group_workers.channels(n) as channels:
-        drivers = [HostDriver(granularity=GRANULE, memory=memory, **driver) for _ in range(n)]
+        drivers = [
+            HostDriver(granularity=granularity, memory=memory, devices=devices) for _ in range(n)
+        ]
         made = [Rank(c, FaultyDriver(d)) for c, d in zip(channels, drivers, strict=True)]
         try:
             yield made
         finally:
             for rank in made:
                 rank.registry.close()
+                for heap in rank.heaps:
+                    heap.close()
 
 
 def each(made: list[Rank], body: Callable[[Rank], Any]) -> list[Any]:

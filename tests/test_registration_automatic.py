@@ -198,30 +198,22 @@ def passed(rules):
     return "".join({True: "+", False: "-", None: "?"}[rule.passed] for rule in rules.values())
 
 
-@pytest.fixture
-def _multicast(monkeypatch):
-    """As if no switch turned it off; only what is reported depends on it here."""
-    monkeypatch.setattr("cupy_zc.registration.explain.multicast_refusal", lambda: None)
-
-
-@pytest.mark.usefixtures("_multicast")
 def test_explain_of_an_array_from_creation_to_release():
     def body(rank):
         array = rank.array()
-        assert passed(verdicts(rank, array)) == "++++++-??+"
+        assert passed(verdicts(rank, array)) == "++++++-??-"
         touch(rank, array)
         rank.registry.at_call(1)
-        assert passed(verdicts(rank, array)) == "+++++++??+"
+        assert passed(verdicts(rank, array)) == "+++++++??-"
         with rank.registry.register(array):
-            assert passed(verdicts(rank, array)) == "++++++++++"
+            assert passed(verdicts(rank, array)) == "+++++++++-"
             rank.channel.all_gather(b"")
-        assert passed(verdicts(rank, array)) == "+++++++??+"
+        assert passed(verdicts(rank, array)) == "+++++++??-"
 
     with workers.ranks(2) as made:
         fine(made, body)
 
 
-@pytest.mark.usefixtures("_multicast")
 def test_explain_names_the_ranks_that_registered_something_else():
     def body(rank):
         history = rank.array(GRANULE) if rank.rank == 2 else None
@@ -232,7 +224,7 @@ def test_explain_names_the_ranks_that_registered_something_else():
             assert [(rule.name, rule.passed) for rule in rules] == [("bytes", True)]
             return None
         rules = verdicts(rank, array)
-        assert passed(rules) == "+++++++--+"
+        assert passed(rules) == "+++++++---"
         assert rules["registered on every rank"].detail == "not on rank 1"
         del history
         return rules["same offset on every rank"].detail
@@ -245,7 +237,6 @@ def test_explain_names_the_ranks_that_registered_something_else():
         ]
 
 
-@pytest.mark.usefixtures("_multicast")
 def test_explain_notices_that_a_peer_let_go_as_last_agreed():
     def body(rank):
         array = rank.array()
@@ -256,7 +247,7 @@ def test_explain_notices_that_a_peer_let_go_as_last_agreed():
         return passed(verdicts(rank, array))
 
     with workers.ranks(2) as made:
-        assert fine(made, body) == ["++++++-??+", "+++++++-++"]
+        assert fine(made, body) == ["++++++-??-", "+++++++-+-"]
 
 
 def test_explain_of_foreign_memory_and_other_shapes():
@@ -282,7 +273,15 @@ def test_explain_of_foreign_memory_and_other_shapes():
 
 def test_explain_names_the_switch_that_turns_multicast_off(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    with workers.ranks(1) as made:
-        rule = verdicts(made[0], made[0].array())["multicast"]
+
+    def body(rank):
+        array = rank.array()
+        rank.registry.register(array)
+        rank.registry.multicast.start(None, lambda size: size, "test", require=False)
+        return verdicts(rank, array)["multicast"]
+
+    with workers.ranks(3) as made:
+        rule = fine(made, body)[0]
         assert not rule.passed
-        assert rule.detail.startswith("switched off by ")
+        assert rule.detail.startswith("multicast is off: ")
+        assert " on ranks 0, 1, 2 switches it off" in rule.detail

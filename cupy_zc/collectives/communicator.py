@@ -18,7 +18,14 @@ import numpy as np
 from ..driver.api import Driver
 from ..errors import Error, InvalidTypeError, InvalidValueError, LiveGraphsError
 from ..group import Bootstrap, Channel, Topology, from_mpi, vote
-from ..registration import LeaseInfo, Registration, Registry, Rule, SymmetricHeap
+from ..registration import (
+    LeaseInfo,
+    MulticastStatus,
+    Registration,
+    Registry,
+    Rule,
+    SymmetricHeap,
+)
 from . import opening
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
@@ -91,6 +98,10 @@ class Communicator(Calls):
             automatic=options.register == "auto", threads=options.threads,
             strict=options.strict, timeout=self._timeout,
         )  # fmt: skip
+        self._registry.multicast.start(
+            self._engine.multicast_probe, self._heap.reserve_private, "Communicator",
+            require=options.multicast == "require", insist=options.insists,
+        )  # fmt: skip
         vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)
 
@@ -104,6 +115,7 @@ class Communicator(Calls):
         deterministic: bool = False,
         strict: bool = False,
         register: str = "auto",
+        multicast: str = "auto",
         driver: str | Driver | None = None,
     ) -> Communicator:
         """The ranks of an mpi4py communicator. Collective over it; MPI is used for set-up only.
@@ -120,17 +132,21 @@ class Communicator(Calls):
                 through scratch. ``send`` always copies and is not concerned.
             register: "auto": the ranks register at calls 1, 2, 4, 8, ... what their collectives
                 used; "manual": only :meth:`register` does.
+            multicast: "auto": used by more than two ranks where all can; "require": an error where
+                they cannot, and with ``strict`` for a call that cannot. Neither overrules a switch.
             driver: None: that of the installed pool, else as ``MemoryPool(driver=None)``.
 
         Raises:
             InvalidTypeError, InvalidValueError: an argument.
             MismatchError: the ranks chose differently.
+            MulticastUnavailableError: multicast is required, and off or absent on a rank.
             PeerTimeoutError, AgreementError: a rank did not come, or could not.
             Error: the ranks are on several nodes, or there is no engine for the driver.
         """
         options = opening.Options.of(
             "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
-            deterministic=deterministic, strict=strict, register=register, spread=True,
+            deterministic=deterministic, strict=strict, register=register, multicast=multicast,
+            spread=True,
         )  # fmt: skip
         return opening.start(cls, from_mpi(mpi_comm), options)
 
@@ -145,6 +161,7 @@ class Communicator(Calls):
         deterministic: bool = False,
         strict: bool = False,
         register: str = "auto",
+        multicast: str = "auto",
         driver: str | Driver | None = None,
     ) -> list[Communicator]:
         """``n`` ranks in this process, in a list; use each in a thread of its own.
@@ -159,7 +176,7 @@ class Communicator(Calls):
         """
         options = opening.Options.of(
             "Communicator.in_process", driver=driver, backend=backend, timeout=timeout,
-            deterministic=deterministic, strict=strict, register=register,
+            deterministic=deterministic, strict=strict, register=register, multicast=multicast,
         )  # fmt: skip
         return opening.start_threads(cls, n, devices, options)
 
@@ -255,6 +272,11 @@ class Communicator(Calls):
         with self._line.turn("leases"):
             live = self._registry.leases.live()
             return tuple(lease.info(self._engine.lane_bytes) for lease in live)
+
+    @property
+    def multicast(self) -> MulticastStatus:
+        """Whether multicast is used, and if not, which switch or words of the driver say so."""
+        return self._registry.multicast.status
 
     @property
     def last_transfer(self) -> Transfer | None:

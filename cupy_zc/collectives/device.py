@@ -17,7 +17,7 @@ from typing import Any
 from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import KernelName, launch, load
 from ..group.naming import name_ranks
-from ..registration import Registry, SymmetricHeap
+from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, fingerprint, location
@@ -64,6 +64,7 @@ class DeviceEngine:
     """
 
     name = "device"
+    multicast_probe: Probe | None = None
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
+from ..registration import Probe
 from .call import Call, Transfer
 from .point_to_point import Letter
 
@@ -38,6 +39,8 @@ class Engine(Protocol):
 
     #: What ``Communicator.backend`` says.
     name: str
+    #: How it tries multicast out; None where it does not use it.
+    multicast_probe: Probe | None
 
     @property
     def last(self) -> Transfer | None:

@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ClosedError, Error, MismatchError
+from ..errors import ClosedError, Error, MismatchError, NotZeroCopyError
 from ..group import Channel
 from ..group.naming import name_ranks
-from ..registration import Registry, SymmetricHeap
+from ..registration import HostProbe, Probe, Registry, SymmetricHeap
 from . import plan as planning
 from .call import Call, Transfer
 from .checks import Checker, overlap
 from .engine import Place
 from .host_lane import HostLane, replayed_after_close
 from .host_words import CAPTURES, compare, write
+from .insist import insist_on_multicast, needs_multicast
 from .memory import matrix
 from .plan import ROLES, Capabilities, Operation, plan
 from .point_to_point import Letter, Post
@@ -93,6 +94,8 @@ class HostEngine:
         self.rank = registry.channel.rank
         self.size = checker.size
         self.last: Transfer | None = None
+        #: It carries no data by multicast: this is to have the life of the objects tested.
+        self.multicast_probe: Probe | None = HostProbe(registry)
         self._registry = registry
         self._abandon = abandon
         self._timeout = timeout
@@ -131,7 +134,7 @@ class HostEngine:
         """What fails in this block, but for a mismatch, ends the communicator."""
         try:
             yield
-        except MismatchError:
+        except (MismatchError, NotZeroCopyError):  # on all ranks, which are in step
             raise
         except BaseException as error:
             self.fail(error)
@@ -165,17 +168,18 @@ class HostEngine:
 
     def _two_places(self, call: Call) -> tuple[Place, Place]:
         role = ROLES[call.operation]
+        cast_in, cast_out = needs_multicast(self._registry, call.operation)
         if call.input is None:
             source = _ABSENT
         elif call.clash:
             source = Place(STAGED, 0, call.clash, None)
         else:
-            source = self._locate(call.input, "the input", role.input_remote)
+            source = self._locate(call.input, "the input", role.input_remote or cast_in)
             if call.operation is Operation.ALL_TO_ALL and call.in_place and self.size > 1:
                 source = Place(STAGED, 0, "all_to_all in place copies the input", source.segment)
         if call.output is None:
             return source, _ABSENT
-        return source, self._locate(call.output, "the output", role.output_remote)
+        return source, self._locate(call.output, "the output", role.output_remote or cast_out)
 
     def _locate(self, array: Any, name: str, remote: bool) -> Place:
         if not remote or self.size == 1:
@@ -339,6 +343,7 @@ class HostEngine:
             columns = self._plan(call, lane, staged=True).columns
             self._stage_in(call, lane, staged_in, 0, min(columns, call.columns))
         where = self._negotiate(call, lane, source, target)
+        insist_on_multicast(self._registry, call, where)
         staging = [peer for peer, at in enumerate(where) if STAGED in (at.source, at.target)]
         how = self._plan(call, lane, staged=bool(staging))
         reach = Reach(

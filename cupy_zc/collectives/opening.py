@@ -45,6 +45,7 @@ class Options:
     deterministic: bool
     strict: bool
     register: str
+    multicast: str
     #: Whether ranks are threads of one process, which share the null stream of a device. Work of
     #: one rank that waits for another one must not be ahead of that one's work in a queue.
     threads: bool = False
@@ -62,6 +63,7 @@ class Options:
         deterministic: bool = False,
         strict: bool = False,
         register: str = "auto",
+        multicast: str = "auto",
         spread: bool = False,
     ) -> Options:
         """Check what was passed to a call.
@@ -80,6 +82,11 @@ class Options:
             raise InvalidValueError(call, "backend", backend, allowed)
         if register not in ("auto", "manual"):
             raise InvalidValueError(call, "register", register, "'auto' or 'manual'")
+        if multicast not in ("auto", "require"):
+            raise InvalidValueError(
+                call, "multicast", multicast,
+                "'auto' or 'require'; CUPY_ZC_MULTICAST=off in the environment switches it off",
+            )  # fmt: skip
         for name, value in (("deterministic", deterministic), ("strict", strict)):
             if not isinstance(value, bool):
                 raise InvalidTypeError(call, name, value, "True or False")
@@ -89,8 +96,9 @@ class Options:
             )
         device = chosen.current_device()
         return cls(
-            chosen, device, there[0], timeout, deterministic, strict, register, spread=spread
-        )
+            chosen, device, there[0], timeout, deterministic, strict, register, multicast,
+            spread=spread,
+        )  # fmt: skip
 
     @property
     def wait(self) -> float:
@@ -98,9 +106,17 @@ class Options:
         return settings().timeout if self.timeout is None else self.timeout
 
     @property
+    def insists(self) -> bool:
+        """Whether a call that multicast cannot carry is an error, which all ranks must raise."""
+        return self.multicast == "require" and self.strict
+
+    @property
     def shared(self) -> tuple[str | int | bool, ...]:
         """What all ranks must choose alike."""
-        return (self.driver.name, self.backend, self.deterministic, self.register, SCRATCH_BYTES)
+        return (
+            self.driver.name, self.backend, self.deterministic, self.register, self.multicast,
+            self.insists, SCRATCH_BYTES,
+        )  # fmt: skip
 
 
 def _driver(driver: str | Driver | None, backend: str) -> Driver:
@@ -125,9 +141,8 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
     with ExitStack() as stack:
         stack.enter_context(bootstrap)
         topology = discover(bootstrap)
-        agree_equal(
-            bootstrap, "(driver, backend, deterministic, register, scratch)", options.shared
-        )
+        what = "(driver, backend, deterministic, register, multicast, its strictness, scratch)"
+        agree_equal(bootstrap, what, options.shared)
         if len(topology.nodes) > 1:
             nodes = {rank: f"node {node}" for rank, node in enumerate(topology.node_of)}
             raise Error(

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from .explain import Rule
 from .graph import Lease, LeaseInfo, Leases
+from .multicast_probe import HostProbe, Probe, Target
+from .multicast_team import MulticastStatus
 from .published import Location, Registration
 from .registry import Choice, Registry, is_agreed
 from .symmetric import SymmetricHeap, SymmetricMemory
@@ -20,15 +22,19 @@ from .targets import pin, refusal
 
 __all__ = [
     "Choice",
+    "HostProbe",
     "Lease",
     "LeaseInfo",
     "Leases",
     "Location",
+    "MulticastStatus",
+    "Probe",
     "Registration",
     "Registry",
     "Rule",
     "SymmetricHeap",
     "SymmetricMemory",
+    "Target",
     "is_agreed",
     "pin",
     "refusal",

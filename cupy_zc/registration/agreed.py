@@ -5,9 +5,10 @@ An agreed point is one exchange; where it brought news, votes follow:
 1. Each rank says which segments and lanes it released, which segments are new, and hands over their
    descriptors.
    A rank that failed in preparing this says so instead, and all ranks raise its error.
-2. Released segments of peers are unmapped, after the device has finished what may use them. This
-   is not undone when something fails later, for nobody needs them; a rank repeats its releases
-   until a vote has said that all peers carried them out, and to carry one out twice does nothing.
+2. Released segments are taken out of multicast windows on all ranks, and then those of peers are
+   unmapped, after the device has finished what may use them. This is not undone when something
+   fails later, for nobody needs them; a rank repeats its releases until a vote has said that all
+   peers carried them out, and to carry one out twice does nothing.
 3. New segments of peers are mapped. If that fails anywhere it is undone everywhere.
 
 Descriptors are closed in every case.
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 from ..driver.api import Driver, SegmentHandle
 from ..errors import Error
 from ..group import Channel, Message, Transaction, closing
+from .multicast import Multicast
 from .window import SegmentName, SegmentOffer, Windows
 
 __all__ = ["News", "carry_out"]
@@ -85,6 +87,7 @@ def carry_out(
     device: int,
     channel: Channel,
     windows: Windows,
+    multicast: Multicast,
     tag: str,
     prepare: Callable[[], tuple[News, Sequence[SegmentHandle]]],
     check: Callable[[Mapping[int, News]], None],
@@ -100,6 +103,7 @@ def carry_out(
         device: The device of this rank.
         channel: The ranks of the node.
         windows: Where peers' segments are mapped.
+        multicast: Where segments of all ranks are bound.
         tag: Which call it is, equal on all ranks.
         prepare: Local part; gives what to say, and the handles of the offers in their order.
         check: What all ranks conclude from what all said; it raises on all of them or on none.
@@ -136,6 +140,7 @@ def carry_out(
         releases = any(news.released or news.retired for news in said.values())
         offers = any(news.offers for news in said.values())
         if releases:
+            multicast.let_go(transaction, tag, said)
             transaction.step(
                 f"{tag}: unmap released segments",
                 functools.partial(_unmap, driver, device, windows, peers),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
-from ..config import multicast_refusal
 from ..errors import InvalidTypeError
 from ..group.naming import name_ranks
 from ..memory.blocks import Segment
@@ -62,7 +61,7 @@ def judge(registry: Registry, array: Any) -> tuple[Rule, ...]:
         _contiguous(array),
         _registered(location),
         *_everywhere(registry, location),
-        _multicast(registry),
+        _multicast(registry, location),
     ]
     return tuple(rules)
 
@@ -166,11 +165,8 @@ def _everywhere(registry: Registry, location: Location) -> Iterator[Rule]:
     )
 
 
-def _multicast(registry: Registry) -> Rule:
-    switch = multicast_refusal()
-    able = registry.driver.device_info(registry.device).multicast
-    detail = f"the device {'has' if able else 'does not have'} it"
-    if switch is not None:
-        detail = f"switched off by {switch}"
+def _multicast(registry: Registry, location: Location) -> Rule:
+    reason = location.reason or registry.multicast.refusal(location.arena, location.offset)
+    detail = reason or "it is in a multicast window"
     remedy = "nothing: the data of peers is read and written directly instead"
-    return _rule("multicast", able and switch is None, detail, remedy)
+    return _rule("multicast", not reason, detail, remedy)

@@ -31,6 +31,7 @@ from .agreed import News, carry_out
 from .explain import Rule, judge
 from .graph import Leases
 from .lanes import Lanes
+from .multicast import Multicast
 from .published import Entry, Location, Registration
 from .targets import pin, pin_target, refusal
 from .window import SegmentName, Windows
@@ -97,6 +98,7 @@ class Registry:
         #: Another one whenever something is registered, mapped or let go of.
         self.version = 0
         self._published: dict[Segment, Entry] = {}
+        self.multicast = Multicast(self, self._published)
         #: Let go of, and not known to be unmapped everywhere yet.
         self._leaving: list[SegmentName] = []
         self._touched: dict[Segment, None] = {}
@@ -183,8 +185,7 @@ class Registry:
         Agreed are 1, 2, 4, 8, ... and the multiples of 1,024. What is registered so is not pinned:
         when its pool gives it back to the driver, the registration ends by itself.
 
-        A failure to register is logged and no error, as the calls work without it. The others are
-        those of :meth:`register`.
+        A failure to register is logged and no error; the others are those of :meth:`register`.
 
         Args:
             number: Number of the collective call, from 1, equal on all ranks.
@@ -275,6 +276,7 @@ class Registry:
             self.device,
             self.channel,
             self.windows,
+            self.multicast,
             tag,
             prepare,
             check,
@@ -285,6 +287,7 @@ class Registry:
         for entry in fresh:
             self._published[entry.segment] = entry
             entry.tell()
+        self.multicast.follow(said)
         self.version = next(self._versions)
         return said
 
@@ -316,6 +319,7 @@ class Registry:
         self.closed = True
         with ExitStack() as stack:
             stack.callback(self.windows.close)
+            stack.callback(self.multicast.close)
             stack.callback(self.driver.synchronize, self.device)
             self.leases.unregister()
             for registration in tuple(self._registrations):

@@ -3,7 +3,8 @@
 Every rank numbers its own arenas: 0 is the communicator's heap, 1, 2, ... the arenas of pools, in
 the order of their first registration. ``(rank, arena, offset)`` then names a byte on all ranks, and
 an address of it in this process is a base plus the offset. A base does not move while its arena
-lives, so what was captured into a graph stays true.
+lives, so what was captured into a graph stays true. Behind the rows of the ranks, in the one of
+their number, are the bases of multicast windows (:mod:`.multicast`).
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Windows:
         self.version = 0
 
     def bases(self) -> dict[tuple[int, int], int]:
-        """Where the arenas of all ranks begin in this process, by rank and arena."""
+        """Where arenas begin in this process, by rank and arena; see above for multicast."""
         return dict(self._bases)
 
     def address(self, rank: int, arena: int, offset: int) -> int:
@@ -145,6 +146,15 @@ class Windows:
     def disown(self, arena: int) -> None:
         """Forget an arena of this rank that is gone."""
         self._bases.pop((self._rank, arena), None)
+
+    def cast(self, row: int, arena: int, base: int) -> None:
+        """Make the multicast window of an arena known; ``row`` is the number of ranks."""
+        self._bases[row, arena] = base
+        self.version += 1
+
+    def uncast(self, row: int, arena: int) -> None:
+        """Forget the multicast window of an arena that is gone."""
+        self._bases.pop((row, arena), None)
 
     def open(self, rank: int, arena: int, size: int) -> bool:
         """Reserve the range for a peer's arena where that is not done yet; whether it was not.
