@@ -145,11 +145,11 @@ void serve(const Launch& launch) {
     std::vector<std::unique_ptr<Buffer>> inputs, outputs;
     std::vector<std::unique_ptr<Stream>> streams;
     std::vector<ErrorRecord> records(size);
-    std::vector<u64> windows((size + 1) * ARENAS);
+    std::vector<u64> windows((size + 1) * ARENAS), bound_windows(size * ARENAS);
     for (u64 arena = 0; arena < ARENAS; ++arena) {
         windows[size * ARENAS + arena] = emulation::Multicast::BASE | arena << 48;
     }
-    emulation::multicast = {windows.data(), size, ARENAS};
+    emulation::multicast = {bound_windows.data(), size, ARENAS};
     std::vector<Args> all(size);
     for (u32 r = 0; r < size; ++r) {
         Rank& rank = ranks[r];
@@ -181,6 +181,10 @@ void serve(const Launch& launch) {
         bases[0] = reinterpret_cast<u64>(lanes[r].data()) - LANE_OFFSET;
         bases[1] = (rank.registered & 1) != 0 ? args.input - offsets[0] : NOWHERE;
         bases[2] = (rank.registered & 2) != 0 ? args.output - offsets[1] : NOWHERE;
+        for (u64 arena = 0; arena < ARENAS; ++arena) {
+            const bool there = arena == 0 || bound != 0;
+            bound_windows[r * ARENAS + arena] = there ? bases[arena] : NOWHERE;
+        }
         args.count = rank.count;
         args.fingerprint = rank.fingerprint;
         args.windows = reinterpret_cast<u64>(windows.data());

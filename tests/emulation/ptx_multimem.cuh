@@ -1,7 +1,7 @@
 // Stands in for cuda/ptx_multimem.cuh on the host: the same names, the same promises, nothing more.
 //
-// An address is one that no memory has, of an arena and an offset; the copies are where the table
-// of windows says. They are reduced in another order from place to place, as no order is promised.
+// An address is one that no memory has, of an arena and an offset; the copies are where the driver
+// says. They are reduced in another order from place to place, as no order is promised.
 // Accesses are plain, so ThreadSanitizer sees those that nothing orders; and fences of aliases that
 // are missing end the process with a message.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace emulation {
 
-// The table of windows of the launch: a row for each rank.
+// Where what each rank has bound of an arena is: a row for each rank.
 struct Multicast {
     static constexpr uint64_t BASE = 1ull << 62;
 
