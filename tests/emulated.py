@@ -41,9 +41,7 @@ KERNELS |= {"push_reduce": 60, "push_reduce_scatter": 61}
 KERNELS |= {
     f"{policy} {name}": first + number
     for policy, first in (("hardware", 100), ("emulated", 200))
-    for number, name in enumerate(
-        ("all_reduce", "reduce_scatter", "ll", "all_gather", "broadcast")
-    )
+    for number, name in enumerate(("all_reduce", "reduce_scatter", "ll", "all_gather", "broadcast"))
 }
 EVERY_RANK = (1 << 32) - 1
 TIMEOUT, MISMATCH = 1, 2

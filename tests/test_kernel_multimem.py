@@ -64,7 +64,21 @@ def test_odd_counts_at_any_alignment_leave_edges_that_are_right_too(
 ) -> None:
     """Fewer elements than a pack, around packs, lines, slices of ranks, and four packs a thread."""
     rng = np.random.default_rng(size)
-    counts = (0, 1, 2, 3, 4, 5, 31, 32, 33, 32 * size - 1, 32 * size + 3, 1021, 4 * 4 * 64 * size + 7)
+    counts = (
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        31,
+        32,
+        33,
+        32 * size - 1,
+        32 * size + 3,
+        1021,
+        4 * 4 * 64 * size + 7,
+    )
     for _ in range(ROUNDS):
         for element in (7, 9, 11, 14):
             for count in counts:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch, load
+from ..driver.cuda_kernels import launch, load
 from ..errors import ClosedError, Error
 from ..group.naming import name_ranks
 from ..registration import Registry, SymmetricHeap
@@ -23,24 +23,18 @@ from .call import Call, Transfer
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, Args, fingerprint, location
 from .device_failures import failure_in_words
+from .device_kernels import kernel_of
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
-from .device_plan import Launch, Machine, device_plan
+from .device_multimem import Multicast, nothing_is_bound
+from .device_plan import Launch, Machine, plan_of
 from .device_setup import lines_are_whole, machine_of, test_mappings, zero_on_all
 from .device_windows import WindowTable
-from .dtypes import DTYPES
 from .engine import Place
-from .plan import REDUCTIONS, ROLES, Operation
+from .plan import ROLES, Operation
 from .point_to_point import Letter
 
 __all__ = ["DeviceEngine", "DeviceRepeat"]
-
-#: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
-_ELEMENTS = (
-    "Bool", "signed char", "u8", "short", "u16", "int", "u32", "long long", "u64",
-    "Half", "Bfloat", "float", "double", "Complex<float>", "Complex<double>",
-)  # fmt: skip
-assert len(_ELEMENTS) == len(DTYPES)
 
 #: Shapes of calls that are kept ready for a lane.
 _KEPT = 4096
@@ -116,6 +110,7 @@ class DeviceEngine:
         checker: The names of calls, for errors.
         abandon: Called when the ranks have lost each other, to let the peers know.
         timeout: Seconds that a kernel waits for a peer.
+        deterministic: Whether sums must be the same from run to run.
 
     Raises:
         AgreementError: GPUs cannot reach each other's memory, or another step failed; on all ranks.
@@ -130,6 +125,8 @@ class DeviceEngine:
         checker: Checker,
         abandon: Callable[[], None],
         timeout: float,
+        *,
+        deterministic: bool = False,
     ) -> None:
         driver = registry.driver
         assert isinstance(driver, CudaDriver)  # the engine is chosen by the driver's name
@@ -146,7 +143,8 @@ class DeviceEngine:
         self.done: _Done | None = None
         self._shape: _Shape | None = None
         self._records = Records(driver)
-        self._machine: Machine = machine_of(registry, self.size)
+        self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
+        self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._side = driver.make_stream(non_blocking=True)
         self._windows = WindowTable(driver, registry, self.size, self._side)
         self._lanes: dict[int, DeviceLane] = {}
@@ -170,6 +168,19 @@ class DeviceEngine:
         address = lane.addresses[self.rank]
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane
+
+    def use_multicast(self, how: Multicast, bound: Callable[[int, int], bool]) -> None:
+        """Access the copies of all ranks at once; before the first call, on all ranks alike.
+
+        Args:
+            how: By multimem instructions where the registry's windows have multicast.
+            bound: Whether a byte, by arena and offset, is bound there, as all ranks say. Calls ask
+                each time; that the lanes are is asked now, and nothing changes where they are not.
+        """
+        if all(bound(0, lane.offset) for lane in self._lanes.values()):
+            self._machine = dataclasses.replace(self._machine, multicast=how)
+            self._bound = bound
+            self._shapes.clear()
 
     # Errors
 
@@ -238,10 +249,12 @@ class DeviceEngine:
         if array is None:
             return STAGED
         arena, offset, registered, _, _ = self._registry.locate(array)
-        return location(arena, offset) if registered else STAGED
+        if not registered:
+            return STAGED
+        return location(arena, offset, bound=self._bound(arena, offset))
 
     def _plan(self, call: Call) -> Launch:
-        return device_plan(call.operation, call.columns, call.dtype.itemsize, self._machine)
+        return plan_of(call, self._machine)
 
     # A call
 
@@ -328,12 +341,7 @@ class DeviceEngine:
 
     def _make_shape(self, call: Call, lane: DeviceLane) -> _Shape:
         plan = self._plan(call)
-        defines: tuple[str, ...] = ()
-        if plan.typed:
-            element = _ELEMENTS[call.code]
-            operation = REDUCTIONS[call.reduction].capitalize()
-            defines = (f"CUPY_ZC_ELEMENT={element}", f"CUPY_ZC_OPERATION={operation}")
-        function = load(self._device, KernelName(plan.source, plan.function, defines))
+        function = load(self._device, kernel_of(call, plan, self._machine))
         args = lane.args()
         args.count = call.columns
         args.fingerprint = fingerprint(call)

@@ -15,6 +15,7 @@ __all__ = [
     "EVERY_RANK",
     "MAX_RANKS",
     "MISMATCH",
+    "MULTICAST",
     "STAGED",
     "TIMEOUT",
     "Args",
@@ -32,6 +33,8 @@ MAX_RANKS = 8
 EVERY_RANK = 0xFFFFFFFF
 #: A location that peers cannot reach.
 STAGED = 0xFFFFFFFFFFFFFFFF
+#: A bit of a location that is bound to the multicast object of its arena.
+MULTICAST = 1 << 63
 #: What a record can say.
 TIMEOUT, MISMATCH = 1, 2
 
@@ -72,9 +75,9 @@ class Sizes(NamedTuple):
         return 40960 + 2 * peers * (self.ll128_lines * 128 + self.ll_packs * 32) + 4 * self.chunk
 
 
-def location(arena: int, offset: int) -> int:
-    """Where an array is, in one word."""
-    return arena << 48 | offset
+def location(arena: int, offset: int, *, bound: bool = False) -> int:
+    """Where an array is, in one word; ``bound``: to the multicast object of its arena, whole."""
+    return arena << 48 | offset | (MULTICAST if bound else 0)
 
 
 # A fingerprint is what a call is, in 64 bits, mixed so that any part of it differs where calls do.

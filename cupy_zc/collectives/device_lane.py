@@ -79,7 +79,8 @@ class DeviceLane:
         self.rank = registry.channel.rank
         self.size = sizes.lane_bytes(ranks)
         self.record = records.of(number)
-        offset = heap.reserve_private(self.size)
+        #: In arena 0, of all ranks.
+        self.offset = offset = heap.reserve_private(self.size)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
         self._driver = registry.driver
         self._template = Args(

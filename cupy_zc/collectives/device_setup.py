@@ -33,8 +33,8 @@ PATTERN_BYTES = 1 << 16
 TURNS = 20
 
 
-def machine_of(registry: Registry, ranks: int) -> Machine:
-    """What the ranks share. Collective.
+def machine_of(registry: Registry, ranks: int, *, deterministic: bool) -> Machine:
+    """What the ranks share; they have no multicast as yet. Collective.
 
     Raises:
         Error: more ranks than kernels are made for; on all of them.
@@ -54,7 +54,7 @@ def machine_of(registry: Registry, ranks: int) -> Machine:
     sharing = Counter(uuid for uuid, _ in said)
     # All blocks of all ranks must fit their GPU at once, one a multiprocessor.
     blocks = min(count // sharing[uuid] for uuid, count in said)
-    return Machine(ranks, max(1, blocks), True, sizes(ranks))
+    return Machine(ranks, max(1, blocks), True, sizes(ranks), deterministic=deterministic)
 
 
 def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:

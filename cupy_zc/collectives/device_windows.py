@@ -12,7 +12,7 @@ __all__ = ["WindowTable"]
 
 
 class WindowTable:
-    """A table in device memory: a row for each rank, a column for each arena.
+    """A table in device memory: a row for each rank and one for multicast, a column for each arena.
 
     Bases never move and numbers of arenas are never given twice, so a kernel that runs, or a graph
     that is replayed, reads right values beside a refresh. A table that has become too small is
@@ -25,7 +25,7 @@ class WindowTable:
     def __init__(self, driver: CudaDriver, registry: Registry, ranks: int, side: Any) -> None:
         self._driver = driver
         self._windows = registry.windows
-        self._ranks = ranks
+        self._rows = ranks + 1
         self._side = side
         self._kept: list[Any] = []
         #: Which bases are written.
@@ -35,7 +35,7 @@ class WindowTable:
         self._grow(self.FIRST)
 
     def _grow(self, arenas: int) -> None:
-        memory = self._driver.plain_memory(8 * arenas * self._ranks)
+        memory = self._driver.plain_memory(8 * arenas * self._rows)
         self._kept.append(memory)
         self.arenas, self.address = arenas, memory.ptr
 
@@ -48,7 +48,7 @@ class WindowTable:
         most = 1 + max(arena for _, arena in bases)
         if most > self.arenas:
             self._grow(2 * most)
-        table = (ctypes.c_uint64 * (self.arenas * self._ranks))()
+        table = (ctypes.c_uint64 * (self.arenas * self._rows))()
         for (rank, arena), base in bases.items():
             table[rank * self.arenas + arena] = base
         with self._side:
