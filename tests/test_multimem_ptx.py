@@ -90,7 +90,7 @@ def ptx_of(source: str, architecture: str, *defines: str) -> str:
     text = b" " * size
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
-    return text.decode()
+    return bytes(text).decode()
 
 
 @functools.cache
