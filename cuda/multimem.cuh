@@ -16,9 +16,9 @@
 //             ordinary access, on any rank, before or after the call, is ordered with these
 //   meet      multimem_meet adds one to the counter of this block at all ranks: a release of all
 //             that the block did. It waits until all ranks have added theirs to its own counter:
-//             acquire. Counters only grow, and what is next expected is known to the own rank only,
-//             so replaying a graph is like calling again. The same blocks of all ranks meet in the
-//             same calls, as the ranks agreed on the way
+//             acquire. Counters only grow, and what is expected next is counted by the own rank, so
+//             replaying a graph is like calling again. The same blocks of all ranks meet in the
+//             same calls, as the ranks agreed on the way. A peer that has not counted is late
 #pragma once
 
 #include "exchange.cuh"
@@ -191,6 +191,17 @@ struct Packs {
     }
 };
 
+// A rank that has not come to the meeting at which `all` is expected. Their counters are far away.
+static __device__ __forceinline__ u32 late_for(const Args& args, u64 all) {
+    for (u32 i = 1; i < args.size; ++i) {
+        const u32 peer = (args.rank + i) % args.size;
+        if (load_relaxed(&memory<u64>(args.lanes[peer] + expected_offset(blockIdx.x))) < all) {
+            return peer;
+        }
+    }
+    return (args.rank + 1) % args.size;
+}
+
 template <class M>
 static __device__ __forceinline__ bool multimem_meet(const Args& args, u64 epoch) {
     bool met = true;
@@ -205,7 +216,7 @@ static __device__ __forceinline__ bool multimem_meet(const Args& args, u64 epoch
         fence_alias();
         Watch watch;
         while (met && load_acquire(arrivals) < all) {
-            met = !watch.over(args, epoch, (args.rank + 1) % args.size);
+            met = !watch.over(args, epoch, [&] { return late_for(args, all); });
         }
     }
     return __syncthreads_and(met) != 0;

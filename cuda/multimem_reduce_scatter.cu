@@ -1,5 +1,5 @@
-// Reduce-scatter through the switch: rank r reduces row r of all inputs by one load a pack, into its
-// own output.
+// Reduce-scatter through the switch: rank r reduces row r of all inputs by one load a pack, into
+// its own output.
 //
 // Contract
 //   memory    inputs at one place on all ranks, bound to a multicast object by all of them; the

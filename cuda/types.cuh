@@ -96,7 +96,7 @@ __device__ constexpr u64 flag_offset(u64 from, u64 block) {
 
 constexpr u64 STATE = flag_offset(MAX_RANKS, 0);  // of the own lane only: calls, and a failure
 
-// Of the barriers of multimem.cuh: a counter that all ranks add to, and one of the own rank only.
+// Of the barriers of multimem.cuh: a counter that all ranks add to, and one that this rank writes.
 constexpr u64 ARRIVALS = STATE + 128;
 __device__ constexpr u64 arrivals_offset(u64 block) { return ARRIVALS + block * 8; }
 __device__ constexpr u64 expected_offset(u64 block) { return arrivals_offset(MAX_BLOCKS + block); }

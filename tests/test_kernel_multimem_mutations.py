@@ -23,7 +23,7 @@ from emulated import (
 )
 from emulated_multimem import CASES, POLICIES, multimem_launch, odd_multimem_launch, verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first test compiles them all
 
 
 @pytest.fixture(scope="module")

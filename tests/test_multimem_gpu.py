@@ -52,6 +52,14 @@ def ranks(n: int, **options: Any) -> Iterator[list[Communicator]]:
         yield comms
 
 
+def test_nothing_changes_where_a_lane_is_not_bound() -> None:
+    with work.communicators(2, driver=select("cuda"), register="manual") as comms:
+        for comm in comms:
+            engine: Any = comm._engine
+            engine.use_multicast("emulated", lambda *_: False)
+            assert engine._machine.multicast == ""
+
+
 def switched(case: Case) -> bool:
     return case.operation in MULTIMEM
 

@@ -183,6 +183,11 @@ def test_the_kernels_that_stand_in_for_multicast_have_no_multimem_instruction(so
     assert mnemonics(text) == {FENCE}
 
 
+def test_the_probe_stores_to_all_ranks_and_loads_the_sum_of_words() -> None:
+    text = ptx_of(kernels.source("multimem_probe.cu"), "compute_90")
+    assert mnemonics(text) == {STORE, LOAD + "add.u32", FENCE}
+
+
 def test_moves_and_packets_are_stored_by_the_instructions_for_them() -> None:
     assert mnemonics(ptx_of(kernels.source("multimem_move.cu"), "compute_90")) == {
         STORE,
