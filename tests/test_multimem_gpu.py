@@ -52,12 +52,24 @@ def ranks(n: int, **options: Any) -> Iterator[list[Communicator]]:
         yield comms
 
 
-def test_nothing_changes_where_a_lane_is_not_bound() -> None:
+def test_multicast_is_not_used_where_a_lane_is_not_bound() -> None:
     with work.communicators(2, driver=select("cuda"), register="manual") as comms:
         for comm in comms:
             engine: Any = comm._engine
             engine.use_multicast("emulated", lambda *_: False)
             assert engine._machine.multicast == ""
+        with pytest.MonkeyPatch.context() as later:
+            for comm in comms:
+                engine = comm._engine
+                engine.use_multicast("emulated", lambda *_: True)
+                later.setattr(engine, "_bound", lambda *_: False)
+
+            def body(comm: Communicator) -> str:
+                engine: Any = comm._engine
+                engine._open_lane(1)
+                return str(engine._machine.multicast)
+
+            assert work.run(comms, body) == ["", ""]
 
 
 def switched(case: Case) -> bool:

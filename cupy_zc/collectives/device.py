@@ -23,7 +23,7 @@ from .call import Call, Transfer
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, Args, fingerprint, location
 from .device_failures import failure_in_words
-from .device_kernels import kernel_of
+from .device_kernels import kernel_of, transfer_of
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
@@ -171,6 +171,8 @@ class DeviceEngine:
         address = lane.addresses[self.rank]
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane
+        if self._machine.multicast:
+            self.use_multicast(self._machine.multicast, self._bound)
 
     def use_multicast(self, how: Multicast, bound: Callable[[int, int], bool]) -> None:
         """Access the copies of all ranks at once; before the first call, on all ranks alike.
@@ -178,12 +180,12 @@ class DeviceEngine:
         Args:
             how: By multimem instructions where the registry's windows have multicast.
             bound: Whether a byte, by arena and offset, is bound there, as all ranks say. Calls ask
-                each time; that the lanes are is asked now, and nothing changes where they are not.
+                for arrays each time; where a lane is not bound, multicast is not used at all.
         """
-        if all(bound(0, lane.offset) for lane in self._lanes.values()):
-            self._machine = dataclasses.replace(self._machine, multicast=how)
-            self._bound = bound
-            self._shapes.clear()
+        there = all(bound(0, lane.offset) for lane in self._lanes.values())
+        self._machine = dataclasses.replace(self._machine, multicast=how if there else "")
+        self._bound = bound
+        self._shapes.clear()
 
     # Errors
 
@@ -281,7 +283,7 @@ class DeviceEngine:
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
-            done = _Done(call.operation, call.root, plan, _transfer(call, plan, 1), stream, None)
+            done = _Done(call.operation, call.root, plan, transfer_of(call, plan, 1), stream, None)
             self.done = done
             return
         self._windows.refresh()
@@ -352,7 +354,7 @@ class DeviceEngine:
         args.element = call.dtype.itemsize
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        transfer = _transfer(call, plan, self.size)
+        transfer = transfer_of(call, plan, self.size)
         return _Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
@@ -388,11 +390,3 @@ class DeviceEngine:
             return transfer
         reasons = [*filter(None, [transfer.reason]), f"{name_ranks(staging)} staged"]
         return dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
-
-
-def _transfer(call: Call, plan: Launch, ranks: int) -> Transfer:
-    """What a call does where nobody stages."""
-    role = ROLES[call.operation]
-    rows = ranks if role.input_rows or role.output_rows else 1
-    nbytes = rows * call.columns * call.dtype.itemsize
-    return Transfer(call.operation.call, plan.algorithm, True, "", nbytes)
