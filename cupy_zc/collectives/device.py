@@ -28,7 +28,6 @@ from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
 from .device_plan import Launch, Machine, plan_of
-from .device_probe import DeviceProbe
 from .device_setup import lines_are_whole, machine_of, test_mappings, zero_on_all
 from .device_windows import WindowTable
 from .engine import Place
@@ -147,8 +146,6 @@ class DeviceEngine:
         self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._side = driver.make_stream(non_blocking=True)
-        #: For those who make multicast objects.
-        self.multicast_probe = DeviceProbe(driver, self._device, self._side)
         self._windows = WindowTable(driver, registry, self.size, self._side)
         self._lanes: dict[int, DeviceLane] = {}
         self._shapes: dict[tuple[Any, ...], _Shape] = {}

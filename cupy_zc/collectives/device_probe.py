@@ -1,6 +1,7 @@
 """How the device engine tries multicast out: one store to all ranks, and one load of their sum.
 
-Whoever made the multicast objects asks for it, before anything relies on them.
+Whoever made the multicast objects asks for it, before anything relies on them. An engine that has a
+probe is one for which objects are made, so to give it one is a decision of its own.
 """
 
 from __future__ import annotations
