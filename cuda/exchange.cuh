@@ -34,10 +34,11 @@ struct Shape {
     bool output_kept;  // false: this rank's output goes through scratch whatever its location
 };
 
-// Where a registered array of any rank starts, as mapped here.
+// Where a registered array of any rank starts, as mapped here; of rank `size`: where the array of
+// all ranks does that have it there.
 static __device__ __forceinline__ u64 address_of(const Args& args, u32 rank, u64 location) {
-    const u64 window =
-        memory<const u64>(args.windows + (rank * args.arenas + (location >> 48)) * 8);
+    const u64 arena = (location & ~MULTICAST) >> 48;
+    const u64 window = memory<const u64>(args.windows + (rank * args.arenas + arena) * 8);
     return window + (location & ((1ull << 48) - 1));
 }
 

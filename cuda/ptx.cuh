@@ -1,4 +1,5 @@
-// Everything that is PTX, under names that say what is promised. No other file holds PTX.
+// Everything that is PTX, under names that say what is promised. No other file holds PTX, but
+// ptx_multimem.cuh.
 //
 // Contract
 //   *_relaxed   one access of the size of the type, neither torn nor cached; orders nothing
@@ -46,6 +47,10 @@ static __device__ __forceinline__ void store_release(u64* at, u64 value) {
 
 static __device__ __forceinline__ void store_release(u32* at, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+static __device__ __forceinline__ void add_release(u64* at, u64 value) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
 static __device__ __forceinline__ Pack load_pair(const u64* at) {

@@ -12,29 +12,13 @@
 //             once
 //   traffic   each byte crosses a link once; stores, because they beat loads where both directions
 //             are busy
-#include "exchange.cuh"
+#include "pushes.cuh"
 #include "select.cuh"
-
-namespace cupy_zc {
-
-// Rows of the own input go to row `to` of the outputs of `count` ranks from `first` on: to each its
-// own row where there is one for each, row 0 to all otherwise.
-static __device__ __forceinline__ void push(const Args& args, const Part& part, bool row_each,
-                                            u32 to, u32 first, u32 count) {
-    for (u32 i = 0; i < count; ++i) {
-        const u32 peer = (first + i) % args.size;
-        copy(part.output(peer, to), part.own(args.input, row_each ? peer : 0), part.bytes());
-    }
-}
-
-}  // namespace cupy_zc
 
 CUPY_ZC_KERNEL(all_gather) {
     using namespace cupy_zc;
-    const Shape shape = {1, args.size, Reach::NOBODY, Reach::EVERYONE, true};
-    exchange(args, shape, [&](const Part& part) {
-        push(args, part, false, args.rank, args.rank + 1, args.size);
-    });
+    exchange(args, all_gather_shape(args),
+             [&](const Part& part) { push_all_gather(args, part); });
 }
 
 CUPY_ZC_KERNEL(all_to_all) {
@@ -48,10 +32,7 @@ CUPY_ZC_KERNEL(all_to_all) {
 
 CUPY_ZC_KERNEL(broadcast) {
     using namespace cupy_zc;
-    const Shape shape = {1, 1, Reach::NOBODY, Reach::EVERYONE, true};
-    exchange(args, shape, [&](const Part& part) {
-        push(args, part, false, 0, args.rank + 1, args.rank == args.root ? args.size : 0);
-    });
+    exchange(args, broadcast_shape(), [&](const Part& part) { push_broadcast(args, part); });
 }
 
 CUPY_ZC_KERNEL(scatter) {

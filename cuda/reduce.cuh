@@ -41,6 +41,7 @@ struct Avg {
 template <class E_, class OPERATION>
 struct Reduction {
     using E = E_;
+    using Operation = OPERATION;
     static constexpr u32 BYTES = Element<E>::BYTES;
     static constexpr u32 IN_PACK = 16 / BYTES;
 

@@ -2,11 +2,14 @@
 //
 // Contract
 //   Args      the one argument of every kernel; the host fills it as bytes, so its layout is fixed
-//   lane      memory that every rank owns one of, at the same layout, zeroed before its first use,
-//             and mapped by all peers: call words, pads, flags, low-latency buffers, scratch. Calls
-//             that share a lane are ordered by a stream on every rank, the same calls in the same
-//             order
-//   Location  where peers find an array: its arena and offset in a window, or STAGED
+//   lane      memory that every rank owns one of, at the same layout and the same offset of arena
+//             0, zeroed before its first use, and mapped by all peers: call words, pads, flags,
+//             low-latency buffers, scratch. Calls that share a lane are ordered by a stream on
+//             every rank, the same calls in the same order
+//   Location  where peers find an array: its arena and offset in a window, or STAGED. With the bit
+//             MULTICAST where the array, all of it, is bound to the multicast object of its arena
+//   windows   a table with a row for each rank, where its arenas are mapped here, and as row `size`
+//             where the multicast objects of the arenas are, 0 for none
 //   arrays    an array is a matrix of `count` columns and one row, or one row for each rank, rows
 //             one after the other. Counts are elements, sizes and offsets are bytes
 //
@@ -26,6 +29,7 @@ constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 256;
 constexpr u32 EVERY_RANK = ~0u;  // Args::root where there is no root
 constexpr u64 STAGED = ~0ull;    // a Location that peers cannot reach
+constexpr u64 MULTICAST = 1ull << 63;
 
 enum Code : u32 { CODE_NONE = 0, CODE_TIMEOUT = 1, CODE_MISMATCH = 2 };
 
@@ -45,11 +49,11 @@ static_assert(sizeof(ErrorRecord) == 48, "the host reads the record as 48 bytes"
 struct Args {
     u64 input;  // address of the own input and output; 0 where the rank has none
     u64 output;
-    u64 input_location;  // arena << 48 | offset, or STAGED
+    u64 input_location;  // MULTICAST or 0 | arena << 48 | offset, or STAGED
     u64 output_location;
     u64 count;        // elements of a row
     u64 fingerprint;  // of operation, element type, reduction, root, order and count
-    u64 windows;      // address of u64[size][arenas]: bases of the windows as mapped here
+    u64 windows;      // address of u64[size + 1][arenas]: bases as mapped here
     u64 error;        // address of an ErrorRecord, zeroed by the host
     u64 lane;         // number of the lane, for the record
     u64 budget;       // nanoseconds that a wait may last
@@ -94,8 +98,14 @@ __device__ constexpr u64 flag_offset(u64 from, u64 block) {
 }
 
 constexpr u64 STATE = flag_offset(MAX_RANKS, 0);  // of the own lane only: calls, and a failure
+
+// Of the barriers of multimem.cuh: a counter that all ranks add to, and one that this rank writes.
+constexpr u64 ARRIVALS = STATE + 128;
+__device__ constexpr u64 arrivals_offset(u64 block) { return ARRIVALS + block * 8; }
+__device__ constexpr u64 expected_offset(u64 block) { return arrivals_offset(MAX_BLOCKS + block); }
+
 constexpr u64 LL128 = 40960;
-static_assert(STATE + 128 <= LL128, "the fixed part of a lane ends before the buffers");
+static_assert(expected_offset(MAX_BLOCKS) <= LL128, "the fixed part ends before the buffers");
 
 // A peer's buffers do not have a place for the rank itself.
 __device__ constexpr u64 seat(u32 from, u32 at) { return from < at ? from : from - 1; }
@@ -109,6 +119,14 @@ __device__ constexpr u64 ll_offset(u32 size, u64 lines, u64 packs, u64 parity, u
 __device__ constexpr u64 scratch_offset(u32 size, u64 lines, u64 packs, u64 chunk, u64 which) {
     return ll_offset(size, lines, packs, 2, 0) +
            which * chunk;  // input 0, input 1, output 0, output 1
+}
+
+// multimem_ll.cu has places for all ranks, the same on all of them, where ll.cu has one for each
+// peer: as many packs in all.
+__device__ constexpr u64 multimem_packs(u32 size, u64 packs) { return packs * (size - 1) / size; }
+__device__ constexpr u64 multimem_ll_offset(u32 size, u64 lines, u64 packs, u64 parity, u64 from) {
+    return ll_offset(size, lines, packs, parity, 0) +
+           from * multimem_packs(size, packs) * PACKET_BYTES;
 }
 __device__ constexpr u64 lane_bytes(u32 size, u64 lines, u64 packs, u64 chunk) {
     return scratch_offset(size, lines, packs, chunk, 4);

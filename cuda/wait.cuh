@@ -154,11 +154,17 @@ class Watch {
    public:
     // After a poll that found nothing: true once the wait for `peer` has failed, and is reported.
     __device__ __forceinline__ bool over(const Args& args, u64 epoch, u32 peer) {
+        return over(args, epoch, [peer] { return peer; });
+    }
+
+    // The same where it takes time to find out which peer it is.
+    template <class Peer>
+    __device__ __forceinline__ bool over(const Args& args, u64 epoch, const Peer& peer) {
         if (!timer_.due(args.budget)) {
             return false;
         }
         if (timer_.waited() >= args.budget) {
-            report(args, epoch, CODE_TIMEOUT, culprit(args, epoch, peer), timer_.waited());
+            report(args, epoch, CODE_TIMEOUT, culprit(args, epoch, peer()), timer_.waited());
             return true;
         }
         for (u32 other = 0; other < args.size; ++other) {

@@ -20,7 +20,8 @@ import numpy as np
 import cupy_zc
 from cupy_zc import Communicator, MemoryPool, PeerTimeoutError
 from cupy_zc.arrays import on_host
-from cupy_zc.collectives.device_plan import device_plan
+from cupy_zc.collectives.call import BARRIER
+from cupy_zc.collectives.device_plan import plan_of
 from cupy_zc.collectives.plan import ROLES, Operation
 from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
@@ -352,7 +353,12 @@ def touched_by_peers(comm: Communicator, case: Case) -> tuple[bool, bool]:
     if comm.backend == "host":
         role = ROLES[case.operation]
         return role.input_remote, role.output_remote
-    plan = device_plan(case.operation, case.count, case.dtype.itemsize, comm._engine._machine)
+    code, reduction = DTYPES.index(case.dtype), REDUCTIONS.index(case.op)
+    call = BARRIER._replace(
+        operation=case.operation, dtype=case.dtype, code=code, reduction=reduction,
+        columns=case.count,
+    )  # fmt: skip
+    plan = plan_of(call, comm._engine._machine)
     return plan.input_remote, plan.output_remote
 
 

@@ -37,6 +37,12 @@ KERNELS |= {
     )
 }  # fmt: skip
 KERNELS |= {"push_reduce": 60, "push_reduce_scatter": 61}
+#: Those that access all copies at once, by multimem instructions and by ordinary accesses.
+KERNELS |= {
+    f"{policy} {name}": first + number
+    for policy, first in (("hardware", 100), ("emulated", 200))
+    for number, name in enumerate(("all_reduce", "reduce_scatter", "ll", "all_gather", "broadcast"))
+}
 EVERY_RANK = (1 << 32) - 1
 TIMEOUT, MISMATCH = 1, 2
 GUARD = 64
@@ -51,12 +57,15 @@ SANITIZED = ["-O1", "-g", "-fsanitize=thread", "-DEMULATION_THREADS", "-DEMULATI
 SMALL = ["-O1", "-DEMULATION_SMALL"]
 #: What a sanitized program has in its environment.
 TSAN = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
-#: Of each program: its sources; the first one is compiled in parts, by element types.
-PROGRAMS = {
-    "collectives": ("kernels.cpp", "pushes.cpp", "driver.cpp"),
-    "mail": ("mail_kernel.cpp", "mail.cpp"),
-    "layout": ("layout.cpp",),
-}
+#: Of each program: its sources, and the parts, by element types, in which each is compiled: those
+#: that take longest first. The last part has the float sums.
+PROGRAMS: dict[str, dict[str, tuple[int, ...]]] = {
+    "collectives": {
+        "kernels.cpp": (0, 2, 1, 3), "multimems.cpp": (0, 1), "pushes.cpp": (0,), "driver.cpp": (0,)
+    },
+    "mail": {"mail_kernel.cpp": (0,), "mail.cpp": (0,)},
+    "layout": {"layout.cpp": (0,)},
+}  # fmt: skip
 
 
 def compiler() -> str:
@@ -151,9 +160,12 @@ def build(
         (work / own).rename(output)
         return str(output)
 
-    first, *others = PROGRAMS[name]
-    parts = (3,) if "-DEMULATION_SMALL" in flags or name != "collectives" else (0, 2, 3, 1)
-    units = [*((first, part) for part in parts), *((source, 0) for source in others)]
+    small = "-DEMULATION_SMALL" in flags
+    units = [
+        (source, part)
+        for source, parts in PROGRAMS[name].items()
+        for part in (parts[-1:] if small else parts)
+    ]
     with ThreadPoolExecutor(2) as workers:
         objects = [*workers.map(compiled, units)]
     call([compiler(), *COMMON, *flags, *objects, "-o", "emulation"])
@@ -185,6 +197,9 @@ class Rank:
     kernel: str = ""
     registered_input: bool = True
     registered_output: bool = True
+    #: At the offsets of all ranks that say so, and bound to a multicast object.
+    symmetric: bool = False
+    bound: bool = False
     absent: bool = False
     #: "input in output" or "output in input", at a row.
     in_place: str = ""
@@ -293,6 +308,7 @@ class Emulation:
         ]  # fmt: skip
         for rank in launch.ranks:
             registered = rank.registered_input | rank.registered_output << 1
+            registered |= rank.symmetric << 2 | rank.bound << 3
             in_place = ("", "input in output", "output in input").index(rank.in_place)
             count = rank.input.shape[2]
             assert rank.input.shape == (repeats, launch.input_rows, count)

@@ -24,18 +24,21 @@ from cupy_zc.collectives.dtypes import DTYPES
 from cupy_zc.collectives.plan import REDUCTIONS, ROLES, Operation
 
 _machines = st.builds(
-    lambda ranks, blocks, lines: Machine(ranks, blocks, lines, sizes(ranks)),
-    st.integers(1, 8), st.integers(1, 132), st.booleans(),
+    lambda ranks, blocks, lines, multicast, deterministic: Machine(
+        ranks, blocks, lines, sizes(ranks), multicast, deterministic
+    ),
+    st.integers(1, 8), st.integers(1, 132), st.booleans(), st.sampled_from(["", "hardware"]),
+    st.booleans(),
 )  # fmt: skip
 _items = st.sampled_from([1, 2, 4, 8, 16])
 
 
-@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines)
+@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines, st.booleans())
 def test_a_plan_fits_the_machine_and_the_lane(
-    operation: Operation, count: int, itemsize: int, machine: Machine
+    operation: Operation, count: int, itemsize: int, machine: Machine, in_switch: bool
 ) -> None:
-    plan = device_plan(operation, count, itemsize, machine)
-    assert plan == device_plan(operation, count, itemsize, machine)
+    plan = device_plan(operation, count, itemsize, machine, in_switch=in_switch)
+    assert plan == device_plan(operation, count, itemsize, machine, in_switch=in_switch)
     if machine.ranks == 1:
         assert plan.algorithm == "copy"
         return
@@ -56,15 +59,15 @@ def test_a_plan_fits_the_machine_and_the_lane(
     if plan.algorithm == "push_reduce":
         assert plan.blocks % 2 == 0
         return
-    low_latency = plan.algorithm in ("ll", "ll128", "none")
+    low_latency = plan.algorithm in ("ll", "ll128", "multimem_ll", "none")
     assert low_latency or plan.input_remote or plan.output_remote
 
 
-@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines)
+@given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines, st.booleans())
 def test_a_plan_names_a_kernel_that_there_is(
-    operation: Operation, count: int, itemsize: int, machine: Machine
+    operation: Operation, count: int, itemsize: int, machine: Machine, in_switch: bool
 ) -> None:
-    plan = device_plan(operation, count, itemsize, machine)
+    plan = device_plan(operation, count, itemsize, machine, in_switch=in_switch)
     if machine.ranks == 1:
         assert not plan.function
         return

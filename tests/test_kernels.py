@@ -19,9 +19,14 @@ SOURCES = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cu"))
 HEADERS = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cuh"))
 #: The sources that are compiled for one element type and operation, and what is hard about them.
 REDUCING = (
-    "ll.cu", "ll128.cu", "ll128_reduce.cu", "ll128_reduce_scatter.cu", "push_reduce.cu",
-    "reduce_scatter.cu", "two_shot.cu",
+    "ll.cu", "ll128.cu", "ll128_reduce.cu", "ll128_reduce_scatter.cu", "multimem_ll.cu",
+    "push_reduce.cu", "reduce_scatter.cu", "two_shot.cu",
 )  # fmt: skip
+#: Those that reduce in the switch, which knows these among others.
+SWITCHED = ("multimem_all_reduce.cu", "multimem_reduce_scatter.cu")
+SWITCHED_SELECTIONS = [
+    ("Half", "Avg"), ("Bool", "Sum"), ("Complex<double>", "Avg"), ("long long", "Max"),
+]  # fmt: skip
 SELECTIONS = [("u8", "Sum"), ("Half", "Avg"), ("Complex<double>", "Prod"), ("long long", "Avg")]
 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
     SELECTIONS = [
@@ -66,7 +71,14 @@ def test_there_are_kernels_to_compile() -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_kernel_compiles_to_machine_code(name: str, architecture: str) -> None:
-    assert compiled(name, architecture).startswith(b"\x7fELF")
+    """Before sm_90 there is no multicast, and its kernels are for the policy without it."""
+    macros = [("CUPY_ZC_MULTIMEM", "Emulated")] if "multimem" in name else []
+    if name == "multimem_probe.cu" and architecture == "sm_80":
+        with pytest.raises(Exception, match="sm_90"):
+            compiled(name, architecture)
+        return
+    code = compiled(name, architecture, *(macros if architecture == "sm_80" else ()))
+    assert code.startswith(b"\x7fELF")
 
 
 @pytest.mark.slow
@@ -78,6 +90,23 @@ def test_a_reduction_compiles_for_a_type_and_an_operation(
     macros = ("CUPY_ZC_ELEMENT", element), ("CUPY_ZC_OPERATION", operation)
     code = compiled(name, "sm_90", *macros)
     assert f".text.{Path(name).stem}\0".encode() in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["Hardware", "Emulated"])
+@pytest.mark.parametrize(("element", "operation"), SWITCHED_SELECTIONS)
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_reduction_in_the_switch_compiles_for_a_type_and_an_operation(
+    name: str, element: str, operation: str, policy: str
+) -> None:
+    macros = ("CUPY_ZC_ELEMENT", element), ("CUPY_ZC_OPERATION", operation)
+    code = compiled(name, "sm_90", *macros, ("CUPY_ZC_MULTIMEM", policy))
+    assert f".text.{Path(name).stem}\0".encode() in code
+
+
+@pytest.mark.parametrize("name", ["all_gather", "broadcast"])
+def test_the_collectives_that_only_store_in_the_switch_are_in_one_module(name: str) -> None:
+    assert f".text.multimem_{name}\0".encode() in compiled("multimem_move.cu", "sm_90")
 
 
 def test_an_operation_that_a_type_does_not_have_does_not_compile() -> None:
@@ -114,9 +143,9 @@ def test_no_option_of_the_compiler_flushes_small_numbers_to_zero(operation: str)
     assert len(codes) == 1
 
 
-def test_only_the_header_for_it_holds_ptx() -> None:
+def test_only_the_headers_for_it_hold_ptx() -> None:
     holders = [name for name in (*SOURCES, *HEADERS) if re.search(r"\basm\b", kernels.source(name))]
-    assert holders == ["ptx.cuh"]
+    assert holders == ["ptx.cuh", "ptx_multimem.cuh"]
 
 
 def test_the_pattern_kernels_are_there_under_their_plain_names() -> None:

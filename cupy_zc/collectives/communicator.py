@@ -127,7 +127,8 @@ class Communicator(Calls):
             mpi_comm: An ``mpi4py.MPI.Intracomm``; None for ``MPI.COMM_WORLD``.
             backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
             timeout: Seconds to wait for a rank in a call; None for ``settings().timeout``.
-            deterministic: Results bitwise equal from run to run. The host engine's always are.
+            deterministic: Results bitwise equal from run to run: sums of floats stay out of the
+                switch. Without multicast they always are.
             strict: Raise :class:`~cupy_zc.NotZeroCopyError` where this rank would copy its data
                 through scratch. ``send`` always copies and is not concerned.
             register: "auto": the ranks register at calls 1, 2, 4, 8, ... what their collectives
@@ -392,8 +393,9 @@ class Communicator(Calls):
             from .device import DeviceEngine  # needs what a machine without a GPU may lack
 
             return DeviceEngine(
-                self._registry, self._heap, self._checker, self._departed, self._part, self._timeout
-            )
+                self._registry, self._heap, self._checker, self._departed, self._part,
+                self._timeout, deterministic=self._options.deterministic,
+            )  # fmt: skip
         return HostEngine(
             self._registry, self._heap, self._letters, self._checker,
             self._departed, self._part, self._interrupted, self._timeout,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch, load
+from ..driver.cuda_kernels import launch, load
 from ..group.naming import name_ranks
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer
@@ -23,24 +23,18 @@ from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, fingerprint, location
 from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
 from .device_health import Health
+from .device_kernels import kernel_of, transfer_of
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
-from .device_plan import Launch, Machine, device_plan
+from .device_multimem import Multicast, nothing_is_bound
+from .device_plan import Launch, Machine, plan_of
 from .device_setup import lines_are_whole, machine_of, step, test_mappings, zero_on_all
 from .device_windows import WindowTable
-from .dtypes import DTYPES
 from .engine import Place, Repeat
-from .plan import REDUCTIONS, ROLES, Operation
+from .plan import ROLES, Operation
 from .point_to_point import Letter
 
 __all__ = ["DeviceEngine"]
-
-#: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
-_ELEMENTS = (
-    "Bool", "signed char", "u8", "short", "u16", "int", "u32", "long long", "u64",
-    "Half", "Bfloat", "float", "double", "Complex<float>", "Complex<double>",
-)  # fmt: skip
-assert len(_ELEMENTS) == len(DTYPES)
 
 #: Shapes of calls that are kept ready for a lane.
 _KEPT = 4096
@@ -58,6 +52,7 @@ class DeviceEngine:
         departed: Gives the ranks that have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
         timeout: Seconds that a kernel waits for a peer.
+        deterministic: Whether sums must be the same from run to run.
 
     Raises:
         AgreementError: GPUs cannot reach each other's memory, or another step failed; on all ranks.
@@ -74,6 +69,8 @@ class DeviceEngine:
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
         timeout: float,
+        *,
+        deterministic: bool = False,
     ) -> None:
         driver = registry.driver
         assert isinstance(driver, CudaDriver)  # the engine is chosen by the driver's name
@@ -89,7 +86,8 @@ class DeviceEngine:
         self._timeout = timeout
         self._health = Health(checker.rank, timeout, departed, abandon)
         self._repeat: Repeat | None = None
-        self._machine: Machine = machine_of(registry, self.size)
+        self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
+        self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._records, self._side, self._windows = step(
             registry, "set up the device engine", self._local_parts
         )
@@ -125,6 +123,21 @@ class DeviceEngine:
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane
         self._health.watch(lane.record, None)
+        if self._machine.multicast:
+            self.use_multicast(self._machine.multicast, self._bound)
+
+    def use_multicast(self, how: Multicast, bound: Callable[[int, int], bool]) -> None:
+        """Access the copies of all ranks at once; before the first call, on all ranks alike.
+
+        Args:
+            how: By multimem instructions where the registry's windows have multicast.
+            bound: Whether a byte, by arena and offset, is bound there, as all ranks say. Calls ask
+                for arrays each time; where a lane is not bound, multicast is not used at all.
+        """
+        there = all(bound(0, lane.offset) for lane in self._lanes.values())
+        self._machine = dataclasses.replace(self._machine, multicast=how if there else "")
+        self._bound = bound
+        self._shapes.clear()
 
     # Errors, and waiting
 
@@ -187,10 +200,12 @@ class DeviceEngine:
         if array is None:
             return STAGED
         arena, offset, registered, _, _ = self._registry.locate(array)
-        return location(arena, offset) if registered else STAGED
+        if not registered:
+            return STAGED
+        return location(arena, offset, bound=self._bound(arena, offset))
 
     def _plan(self, call: Call) -> Launch:
-        return device_plan(call.operation, call.columns, call.dtype.itemsize, self._machine)
+        return plan_of(call, self._machine)
 
     def _is_capturing(self, stream: Any) -> bool:
         return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
@@ -260,7 +275,7 @@ class DeviceEngine:
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
-            self.done = Done(call.operation, call.root, plan, _transfer(call, plan, 1), None)
+            self.done = Done(call.operation, call.root, plan, transfer_of(call, plan, 1), None)
             self.stream = stream
             return
         self._windows.refresh()
@@ -323,12 +338,7 @@ class DeviceEngine:
 
     def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
-        defines: tuple[str, ...] = ()
-        if plan.typed:
-            element = _ELEMENTS[call.code]
-            operation = REDUCTIONS[call.reduction].capitalize()
-            defines = (f"CUPY_ZC_ELEMENT={element}", f"CUPY_ZC_OPERATION={operation}")
-        function = load(self._device, KernelName(plan.source, plan.function, defines))
+        function = load(self._device, kernel_of(call, plan, self._machine))
         args = lane.args()
         args.count = call.columns
         args.fingerprint = fingerprint(call)
@@ -336,7 +346,7 @@ class DeviceEngine:
         args.element = call.dtype.itemsize
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        transfer = _transfer(call, plan, self.size)
+        transfer = transfer_of(call, plan, self.size)
         return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
@@ -372,11 +382,3 @@ class DeviceEngine:
             return transfer
         reasons = [*filter(None, [transfer.reason]), f"{name_ranks(staging)} staged"]
         return dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
-
-
-def _transfer(call: Call, plan: Launch, ranks: int) -> Transfer:
-    """What a call does where nobody stages."""
-    role = ROLES[call.operation]
-    rows = ranks if role.input_rows or role.output_rows else 1
-    nbytes = rows * call.columns * call.dtype.itemsize
-    return Transfer(call.operation.call, plan.algorithm, True, "", nbytes)

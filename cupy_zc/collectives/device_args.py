@@ -16,6 +16,7 @@ __all__ = [
     "EVERY_RANK",
     "MAX_RANKS",
     "MISMATCH",
+    "MULTICAST",
     "STAGED",
     "TIMEOUT",
     "Args",
@@ -34,6 +35,8 @@ MAX_RANKS = 8
 EVERY_RANK = 0xFFFFFFFF
 #: A location that peers cannot reach.
 STAGED = 0xFFFFFFFFFFFFFFFF
+#: A bit of a location that is bound to the multicast object of its arena.
+MULTICAST = 1 << 63
 #: What a record can say.
 TIMEOUT, MISMATCH = 1, 2
 
@@ -81,18 +84,18 @@ class Sizes(NamedTuple):
         return 40960 + 2 * peers * (self.ll128_lines * 128 + self.ll_packs * 32) + 4 * self.chunk
 
 
-def location(arena: int, offset: int) -> int:
-    """Where an array is, in one word.
+def location(arena: int, offset: int, *, bound: bool = False) -> int:
+    """Where an array is, in one word; ``bound``: to the multicast object of its arena, whole.
 
     Raises:
         Error: there were more arenas than a word can tell.
     """
-    if arena >= 1 << 16:
+    if arena >= 1 << 15:
         raise Error(
-            f"arena {arena} of this communicator cannot be named any more: {1 << 16} pools were "
+            f"arena {arena} of this communicator cannot be named any more: {1 << 15} pools were "
             "registered in its life; make a new communicator"
         )
-    return arena << 48 | offset
+    return arena << 48 | offset | (MULTICAST if bound else 0)
 
 
 def nanoseconds(seconds: float) -> int:

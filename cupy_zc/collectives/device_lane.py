@@ -94,7 +94,8 @@ class DeviceLane:
         self.record = records.of(number)
         #: Kept for as long as a graph may read it, closed communicator or not.
         self.memory = heap.reserve(self.size)
-        offset = heap.offset(self.memory)
+        #: In arena 0, of all ranks.
+        self.offset = offset = heap.offset(self.memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
         self._driver = registry.driver
         self._template = Args(

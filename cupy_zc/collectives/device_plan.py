@@ -12,6 +12,9 @@ others          ll128             push: store into the outputs of the peers
 The low-latency algorithms need no registration, as data pass through buffers of the lane on their
 way; so does the input of push_reduce. The others read or write the arrays of peers, which must be
 registered or are staged.
+
+Where the ranks have multicast, all_reduce and broadcast go through the switch instead where that
+saves time (device_multimem.py): multimem, and multimem_ll for the smallest.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from .call import Call
 from .device_args import Sizes
+from .device_multimem import BLOCKS, Multicast, multimem_kernel, refuse_multimem
 from .plan import ROLES, Operation
 
-__all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "sizes"]
+__all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "plan_of", "sizes"]
 
 DeviceAlgorithm: TypeAlias = Literal[
-    "ll128", "ll", "two_shot", "one_shot", "push_reduce", "push", "copy", "none"
-]
+    "ll128", "ll", "two_shot", "one_shot", "push_reduce", "push", "multimem", "multimem_ll", "copy",
+    "none",
+]  # fmt: skip
 
 #: Bytes of a scratch buffer, of which a lane has four: large enough to hide the barriers between
 #: chunks, and for the rings of push_reduce.
@@ -69,6 +75,10 @@ class Machine:
     #: Whether the links keep lines of 128 bytes in order, which set-up tests.
     whole_lines: bool
     sizes: Sizes
+    #: How the copies of all ranks are accessed at once, the lanes among them.
+    multicast: Multicast = ""
+    #: Whether sums must be the same from run to run, which those of the switch are not.
+    deterministic: bool = False
 
 
 class Launch(NamedTuple):
@@ -101,7 +111,17 @@ def sizes(ranks: int) -> Sizes:
     return Sizes(lines, -(-_at(LL_ONE_STEP, ranks) // 16), CHUNK)
 
 
-def device_plan(operation: Operation, count: int, itemsize: int, machine: Machine) -> Launch:
+def plan_of(call: Call, machine: Machine) -> Launch:
+    """The plan of a call; see :func:`device_plan`."""
+    in_switch = bool(machine.multicast) and not refuse_multimem(call.code, call.reduction)
+    return device_plan(
+        call.operation, call.columns, call.dtype.itemsize, machine, in_switch=in_switch
+    )
+
+
+def device_plan(
+    operation: Operation, count: int, itemsize: int, machine: Machine, *, in_switch: bool = False
+) -> Launch:
     """Choose kernel and launch shape. Pure, and so the same on all ranks.
 
     Args:
@@ -109,12 +129,15 @@ def device_plan(operation: Operation, count: int, itemsize: int, machine: Machin
         count: Elements of a row.
         itemsize: Bytes of an element.
         machine: What the ranks share.
+        in_switch: Whether the switch reduces elements of this type in this way.
     """
     if machine.ranks == 1:
         return Launch("copy", "", "", False, 0, 0, False, False, False)
     if operation is Operation.BARRIER:
         return Launch("none", "barrier.cu", "barrier", False, 1, 32, False, False, False)
-    quick = _low_latency(operation, count, itemsize, machine)
+    quick = _through_switch(operation, count * itemsize, machine, in_switch) or _low_latency(
+        operation, count, itemsize, machine
+    )
     if quick is not None:
         return quick
     role = ROLES[operation]
@@ -141,6 +164,27 @@ def _push_reduce(function: str, machine: Machine, output_remote: bool) -> Launch
     return Launch(
         "push_reduce", "push_reduce.cu", function, True, blocks, THREADS, False, False,
         output_remote,
+    )  # fmt: skip
+
+
+def _through_switch(
+    operation: Operation, row: int, machine: Machine, in_switch: bool
+) -> Launch | None:
+    """The plan of a collective that goes through the switch; None for another one."""
+    reducible = in_switch and not machine.deterministic
+    kernel = None
+    if machine.multicast:
+        kernel = multimem_kernel(operation, row, machine.ranks, reducible=reducible)
+    if kernel is None:
+        return None
+    role = ROLES[operation]
+    if kernel.low_latency:
+        blocks = max(1, min(machine.blocks, row // 16 // THREADS))
+        return Launch("multimem_ll", *kernel[:2], True, blocks, THREADS, False, False, False)
+    blocks = max(1, min(machine.blocks, BLOCKS, -(-row // BYTES_A_BLOCK)))
+    return Launch(
+        "multimem", *kernel[:2], role.reduces, blocks, THREADS, False, role.reduces,
+        operation is not Operation.REDUCE_SCATTER,
     )  # fmt: skip
 
 

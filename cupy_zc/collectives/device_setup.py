@@ -34,8 +34,8 @@ PATTERN_BYTES = 1 << 16
 TURNS = 20
 
 
-def machine_of(registry: Registry, ranks: int) -> Machine:
-    """What the ranks share. Collective.
+def machine_of(registry: Registry, ranks: int, *, deterministic: bool) -> Machine:
+    """What the ranks share; they have no multicast as yet. Collective.
 
     Raises:
         Error: more ranks than kernels are made for; on all of them.
@@ -59,8 +59,9 @@ def machine_of(registry: Registry, ranks: int) -> Machine:
     sharing = Counter(uuid for uuid, _ in said)
     # All blocks of all ranks must fit their GPU at once, one a multiprocessor, beside kernels of
     # mail that wait for their receivers.
-    blocks = min((count - KEPT_FREE) // sharing[uuid] for uuid, count in said)
-    return Machine(ranks, max(1, min(blocks, MAX_BLOCKS)), True, sizes(ranks))
+    blocks = max(1, min((count - KEPT_FREE) // sharing[uuid] for uuid, count in said))
+    blocks = min(blocks, MAX_BLOCKS)
+    return Machine(ranks, blocks, True, sizes(ranks), deterministic=deterministic)
 
 
 def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:

@@ -16,6 +16,8 @@
 #include "runtime.h"
 #include "table.h"
 
+#include "ptx_multimem.cuh"
+
 namespace {
 
 using namespace cupy_zc;
@@ -27,6 +29,7 @@ struct Launch {
     u64 lost, lost_after;  // what the host says in the records, and when
 };
 struct Rank {
+    // registered: 1 input, 2 output, 4 at the same offsets on all ranks, 8 bound to multicast
     u32 kernel, registered, absent, in_place;  // in_place: 1 input in output, 2 output in input
     u32 row, input_skew, output_skew, calls;  // calls: none, or one for each repeat
     u64 count, fingerprint;
@@ -37,6 +40,8 @@ struct Call {
 static_assert(sizeof(Launch) == 112 && sizeof(Rank) == 48, "the test packs them");
 
 constexpr u64 GUARD = 64, NOWHERE = 0x10;
+constexpr u64 ARENAS = 3;  // of the lanes, the inputs, the outputs
+constexpr u64 LANE_OFFSET = 1 << 20;
 constexpr unsigned char POISON = 0xa5, SCRIBBLE = 0x5a;
 
 void get(void* to, size_t bytes) {
@@ -91,6 +96,7 @@ class Stream {
             called.root = calls_[repeat].root;
             all_.arrive([] {}, [&] { fill(repeat); });
             kernel(called);
+            emulation::part_with_aliases();
             all_.arrive([] {}, [&] { finish(); });
         }
     }
@@ -141,7 +147,11 @@ void serve(const Launch& launch) {
     std::vector<std::unique_ptr<Buffer>> inputs, outputs;
     std::vector<std::unique_ptr<Stream>> streams;
     std::vector<ErrorRecord> records(size);
-    std::vector<u64> windows(size * 2);
+    std::vector<u64> windows((size + 1) * ARENAS), bound_windows(size * ARENAS);
+    for (u64 arena = 0; arena < ARENAS; ++arena) {
+        windows[size * ARENAS + arena] = emulation::Multicast::BASE | arena << 48;
+    }
+    emulation::multicast = {bound_windows.data(), size, ARENAS};
     std::vector<Args> all(size);
     for (u32 r = 0; r < size; ++r) {
         Rank& rank = ranks[r];
@@ -161,12 +171,22 @@ void serve(const Launch& launch) {
         args = {};
         args.input = input.address();
         args.output = output.address();
-        // Offsets differ from rank to rank, and so do the bases.
-        const u64 offsets[2] = {4096 * (r + 1), 512 * (r + 7)};
-        args.input_location = (rank.registered & 1) != 0 ? offsets[0] : STAGED;
-        args.output_location = (rank.registered & 2) != 0 ? 1ull << 48 | offsets[1] : STAGED;
-        windows[r * 2] = (rank.registered & 1) != 0 ? args.input - offsets[0] : NOWHERE;
-        windows[r * 2 + 1] = (rank.registered & 2) != 0 ? args.output - offsets[1] : NOWHERE;
+        // Offsets differ from rank to rank, and so do the bases, which are aligned.
+        const u64 unequal = (rank.registered & 4) != 0 ? 0 : 4096 * (r + 1);
+        const u64 bound = (rank.registered & 8) != 0 ? MULTICAST : 0;
+        const u64 offsets[2] = {unequal + 8192 + args.input % 16, unequal + 512 + args.output % 16};
+        u64* const bases = &windows[r * ARENAS];
+        args.input_location =
+            (rank.registered & 1) != 0 ? bound | 1ull << 48 | offsets[0] : STAGED;
+        args.output_location =
+            (rank.registered & 2) != 0 ? bound | 2ull << 48 | offsets[1] : STAGED;
+        bases[0] = reinterpret_cast<u64>(lanes[r].data()) - LANE_OFFSET;
+        bases[1] = (rank.registered & 1) != 0 ? args.input - offsets[0] : NOWHERE;
+        bases[2] = (rank.registered & 2) != 0 ? args.output - offsets[1] : NOWHERE;
+        for (u64 arena = 0; arena < ARENAS; ++arena) {
+            const bool there = arena == 0 || bound != 0;
+            bound_windows[r * ARENAS + arena] = there ? bases[arena] : NOWHERE;
+        }
         args.count = rank.count;
         args.fingerprint = rank.fingerprint;
         args.windows = reinterpret_cast<u64>(windows.data());
@@ -178,7 +198,7 @@ void serve(const Launch& launch) {
         args.chunk = launch.chunk;
         args.rank = r;
         args.size = size;
-        args.arenas = 2;
+        args.arenas = ARENAS;
         args.element = launch.element_bytes;
         args.two_step = launch.two_step;
         for (u32 peer = 0; peer < size; ++peer) {

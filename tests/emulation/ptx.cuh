@@ -30,6 +30,10 @@ inline void store_release(u64* at, u64 value) {
     emulation::perhaps_yield();
     __atomic_store_n(at, value, __ATOMIC_RELEASE);
 }
+inline void add_release(u64* at, u64 value) {
+    emulation::perhaps_yield();
+    __atomic_fetch_add(at, value, __ATOMIC_RELEASE);
+}
 inline void store_release(u32* at, u32 value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
 // Whole words, but not a whole pair: another thread may run in between.

@@ -87,6 +87,8 @@ struct Fiber {
     Index thread;
     const std::function<void()>* body;
     unsigned turn = 0;  // barriers passed
+    // Of aliases: fenced since it last came together with others, and stored since the last fence.
+    bool fenced = false, unfenced_store = false;
     jmp_buf state;
     bool started = false, done = false;
     char* stack = nullptr;
@@ -233,7 +235,16 @@ inline void run(std::vector<Fiber>& fibers, uint64_t seed) {
 }
 #endif
 
+// A thread meets others, or ends: what it stored through an alias must be fenced by now.
+inline void part_with_aliases() {
+    if (current->unfenced_store) {
+        die("a store to all copies that no fence_alias follows");
+    }
+    current->fenced = false;
+}
+
 inline bool barrier(bool value) {
+    part_with_aliases();
     Block& block = *current->block;
     const unsigned turn = current->turn++ % 2;
     block.all.arrive([&] { block.both[turn] = block.both[turn] && value; },

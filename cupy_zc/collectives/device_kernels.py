@@ -1,0 +1,38 @@
+"""What carries out a plan, and what that does: its kernel, compiled for a type; its transfer."""
+
+from __future__ import annotations
+
+from ..driver.cuda_kernels import KernelName
+from .call import Call, Transfer
+from .device_plan import Launch, Machine
+from .dtypes import DTYPES
+from .plan import REDUCTIONS, ROLES
+
+__all__ = ["kernel_of", "transfer_of"]
+
+#: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
+_ELEMENTS = (
+    "Bool", "signed char", "u8", "short", "u16", "int", "u32", "long long", "u64",
+    "Half", "Bfloat", "float", "double", "Complex<float>", "Complex<double>",
+)  # fmt: skip
+assert len(_ELEMENTS) == len(DTYPES)
+
+
+def kernel_of(call: Call, plan: Launch, machine: Machine) -> KernelName:
+    """The kernel of a planned call."""
+    defines: tuple[str, ...] = ()
+    if plan.typed:
+        element = _ELEMENTS[call.code]
+        operation = REDUCTIONS[call.reduction].capitalize()
+        defines = (f"CUPY_ZC_ELEMENT={element}", f"CUPY_ZC_OPERATION={operation}")
+    if plan.algorithm in ("multimem", "multimem_ll"):
+        defines += (f"CUPY_ZC_MULTIMEM={machine.multicast.capitalize()}",)
+    return KernelName(plan.source, plan.function, defines)
+
+
+def transfer_of(call: Call, plan: Launch, ranks: int) -> Transfer:
+    """What a call does where nobody stages."""
+    role = ROLES[call.operation]
+    rows = ranks if role.input_rows or role.output_rows else 1
+    nbytes = rows * call.columns * call.dtype.itemsize
+    return Transfer(call.operation.call, plan.algorithm, True, "", nbytes)

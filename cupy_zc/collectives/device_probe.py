@@ -1,0 +1,58 @@
+"""How the device engine tries multicast out: one store to all ranks, and one load of their sum.
+
+Whoever made the multicast objects asks for it, before anything relies on them. An engine that has a
+probe is one for which objects are made, so to give it one is a decision of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+from ..driver.cuda import CudaDriver
+from ..driver.cuda_kernels import KernelName, launch_with, load
+
+__all__ = ["DeviceProbe"]
+
+_SOURCE = "multimem_probe.cu"
+
+
+class _Target(Protocol):
+    """A word of 32 bits behind a multicast object, with 12 bytes after it that nobody uses."""
+
+    @property
+    def address(self) -> int:
+        """Where it is in the multicast window of this process, aligned to 16 bytes."""
+        ...
+
+
+class DeviceProbe:
+    """Stores and reduces on one device. Both calls return when it is done.
+
+    Args:
+        driver: Of the device.
+        device: Ordinal.
+        stream: Where kernels run.
+    """
+
+    def __init__(self, driver: CudaDriver, device: int, stream: Any) -> None:
+        self._driver = driver
+        self._device = device
+        self._stream = stream
+        self._sum = driver.plain_memory(8)
+
+    def store(self, target: _Target, value: int) -> None:
+        """Store a word to all ranks."""
+        self._launch("store", target, value)
+        self._stream.synchronize()
+
+    def reduce(self, target: _Target) -> int:
+        """The sum of the words of all ranks, modulo 2 ** 32."""
+        self._launch("reduce", target, self._sum.ptr)
+        with self._stream:
+            return int.from_bytes(self._driver.read(self._sum.ptr, 8), "little")
+
+    def _launch(self, what: str, target: _Target, value: int) -> None:
+        function = load(self._device, KernelName(_SOURCE, f"multimem_probe_{what}"))
+        values = [ctypes.c_uint64(target.address), ctypes.c_uint64(value)]
+        launch_with(function, 1, 1, self._stream, values)
