@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from .plan import REDUCTIONS, ROLES, Operation
 
-__all__ = ["BARRIER", "Call", "Transfer", "describe"]
+__all__ = ["BARRIER", "Call", "Transfer", "describe", "transfer_of"]
 
 
 class Call(NamedTuple):
@@ -57,6 +58,24 @@ class Transfer:
     reason: str
     #: Bytes of the larger of the two arrays, as far as the call uses them.
     bytes: int
+
+
+def transfer_of(
+    call: Call, algorithm: str, ranks: int, reasons: Sequence[str] = (), *, staged: bool = False
+) -> Transfer:
+    """What a collective did.
+
+    Args:
+        call: It.
+        algorithm: How.
+        ranks: Of the communicator.
+        reasons: Why data was copied.
+        staged: Whether it was, on any rank.
+    """
+    role = ROLES[call.operation]
+    rows = ranks if role.input_rows or role.output_rows else 1
+    nbytes = rows * call.columns * call.dtype.itemsize
+    return Transfer(call.operation.call, algorithm, not staged, "; ".join(reasons), nbytes)
 
 
 def describe(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
-import operator
 import os
 import weakref
 from collections.abc import Collection, Sequence
@@ -16,7 +14,7 @@ import cupy
 import numpy as np
 
 from ..driver.api import Driver
-from ..errors import Error, InvalidTypeError, InvalidValueError, LiveGraphsError
+from ..errors import Error, LiveGraphsError
 from ..group import Bootstrap, Channel, Topology, from_mpi, vote
 from ..registration import (
     LeaseInfo,
@@ -34,6 +32,7 @@ from .engine import Engine
 from .host import HostEngine
 from .ordering import Line
 from .point_to_point import Letter
+from .symmetric import SymmetricArrays
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,7 +42,7 @@ __all__ = ["Communicator"]
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-class Communicator(Calls):
+class Communicator(Calls, SymmetricArrays):
     """A group of ranks, one a process (or a thread), that call collectives together.
 
     Made by :func:`~cupy_zc.init_process_group`, :meth:`from_mpi`, :meth:`in_process` or
@@ -201,46 +200,6 @@ class Communicator(Calls):
     def xp(self) -> Any:
         """The module that computes on ``cupy_zc.view`` of the arrays: numpy on the host driver."""
         return np if self._driver.name == "host" else cupy
-
-    def empty(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
-        """An array at the same offset on every rank, registered by nature. Collective.
-
-        Args:
-            shape: An int or ints, as for ``cupy.empty``; as many bytes on all ranks.
-            dtype: Its type.
-            order: "C" or "F".
-
-        Raises:
-            InvalidValueError: a negative length, or another order.
-            MismatchError: ranks ask for different sizes; on all of them.
-            AgreementError: a rank has no memory left; on all of them.
-        """
-        return self._symmetric("empty", shape, dtype, order)
-
-    def zeros(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
-        """As :meth:`empty`, filled with zeros."""
-        array = self._symmetric("zeros", shape, dtype, order)
-        # No kernel of CuPy: to load it, CUDA may wait for one of another rank in this process.
-        with self._line.turn("zeros"):
-            stream = self._driver.current_stream()
-            self._driver.fill(array.data.ptr, 0, array.nbytes, stream)
-        return array
-
-    def _symmetric(self, call: str, shape: Any, dtype: Any, order: str) -> cupy.ndarray:
-        try:
-            lengths = tuple(map(operator.index, shape)) if np.iterable(shape) else (int(shape),)
-        except TypeError:
-            allowed = "an int or a tuple of ints"
-            raise InvalidTypeError(self._checker.name(call), "shape", shape, allowed) from None
-        if min(lengths, default=0) < 0:
-            raise InvalidValueError(self._checker.name(call), "shape", shape, "lengths from 0")
-        if order not in ("C", "F"):
-            raise InvalidValueError(self._checker.name(call), "order", order, "'C' or 'F'")
-        kind = np.dtype(dtype)
-        with self._line.turn(call):
-            nbytes = math.prod(lengths) * kind.itemsize
-            memory = self._heap.allocate(nbytes, f"Communicator.{call}")
-            return cupy.ndarray(lengths, kind, memory, order=order)
 
     def register(self, target: Any) -> Registration:
         """Let the peers reach an array, or all segments of a pool. Collective.

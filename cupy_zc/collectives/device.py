@@ -18,12 +18,12 @@ from ..driver.cuda import CudaDriver
 from ..driver.cuda_kernels import launch, load
 from ..group.naming import name_ranks
 from ..registration import Probe, Registry, SymmetricHeap
-from .call import Call, Transfer
+from .call import Call, Transfer, transfer_of
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, fingerprint, location
 from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
 from .device_health import Health
-from .device_kernels import kernel_of, transfer_of
+from .device_kernels import kernel_of
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
@@ -275,7 +275,9 @@ class DeviceEngine:
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
-            self.done = Done(call.operation, call.root, plan, transfer_of(call, plan, 1), None)
+            self.done = Done(
+                call.operation, call.root, plan, transfer_of(call, plan.algorithm, 1), None
+            )
             self.stream = stream
             return
         self._windows.refresh()
@@ -346,7 +348,7 @@ class DeviceEngine:
         args.element = call.dtype.itemsize
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        transfer = transfer_of(call, plan, self.size)
+        transfer = transfer_of(call, plan.algorithm, self.size)
         return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:

@@ -1,14 +1,14 @@
-"""What carries out a plan, and what that does: its kernel, compiled for a type; its transfer."""
+"""What carries out a plan: its kernel, compiled for a type."""
 
 from __future__ import annotations
 
 from ..driver.cuda_kernels import KernelName
-from .call import Call, Transfer
+from .call import Call
 from .device_plan import Launch, Machine
 from .dtypes import DTYPES
-from .plan import REDUCTIONS, ROLES
+from .plan import REDUCTIONS
 
-__all__ = ["kernel_of", "transfer_of"]
+__all__ = ["kernel_of"]
 
 #: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
 _ELEMENTS = (
@@ -28,11 +28,3 @@ def kernel_of(call: Call, plan: Launch, machine: Machine) -> KernelName:
     if plan.algorithm in ("multimem", "multimem_ll"):
         defines += (f"CUPY_ZC_MULTIMEM={machine.multicast.capitalize()}",)
     return KernelName(plan.source, plan.function, defines)
-
-
-def transfer_of(call: Call, plan: Launch, ranks: int) -> Transfer:
-    """What a call does where nobody stages."""
-    role = ROLES[call.operation]
-    rows = ranks if role.input_rows or role.output_rows else 1
-    nbytes = rows * call.columns * call.dtype.itemsize
-    return Transfer(call.operation.call, plan.algorithm, True, "", nbytes)

@@ -23,7 +23,7 @@ from ..group import Channel
 from ..group.naming import name_ranks
 from ..registration import HostProbe, Probe, Registry, SymmetricHeap
 from . import plan as planning
-from .call import Call, Transfer
+from .call import Call, Transfer, transfer_of
 from .checks import Checker, overlap
 from .engine import Place
 from .host_lane import HostLane, replayed_after_close
@@ -396,7 +396,4 @@ class HostEngine:
         others = [peer for peer in staging if peer != self.rank]
         if others:
             reasons.append(f"{name_ranks(others)} staged")
-        role = ROLES[call.operation]
-        rows = self.size if role.input_rows or role.output_rows else 1
-        size = rows * call.columns * call.dtype.itemsize
-        return Transfer(call.operation.call, algorithm, not staging, "; ".join(reasons), size)
+        return transfer_of(call, algorithm, self.size, reasons, staged=bool(staging))

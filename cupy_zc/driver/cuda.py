@@ -11,14 +11,14 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as driver
 import cupy
 from cupy.cuda import runtime
 
-from ..errors import DriverError, InvalidTypeError
+from ..errors import InvalidTypeError
 from .api import (
     CaptureInfo,
     DeviceInfo,
@@ -30,6 +30,7 @@ from .api import (
 from .cuda_calls import Contexts, Handle, call, failure, own, relaxed_capture
 from .cuda_graphs import CudaGraphLease, lease_graph
 from .cuda_multicast import CudaMulticast, CudaMulticastObject, require_team
+from .cuda_runtime import CudaEvent, runtime_call
 from .cuda_segments import CudaSegment, CudaSegments
 from .cuda_waiting import Waiting
 
@@ -44,57 +45,6 @@ _ON_DEVICE = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 #: The legacy default stream has two names, and the per-thread default stream one.
 _LEGACY = (0, 1)
 _PER_THREAD = 2
-
-
-@contextlib.contextmanager
-def _runtime_call(name: str, detail: str = "") -> Iterator[None]:
-    """Turn an error of CuPy's runtime API into ours; both APIs number their errors alike."""
-    try:
-        yield
-    except runtime.CUDARuntimeError as error:
-        cause = str(error)  # "cudaErrorName: what it means"
-        try:
-            result = _RESULT(error.status)
-        except ValueError:  # an error that only the runtime API knows
-            name_of_error = cause.partition(":")[0]
-            raise DriverError(
-                name, name_of_error, error.status, detail=detail, cause=cause
-            ) from error
-        raise failure(name, result, detail, cause=cause) from error
-
-
-class CudaEvent:
-    """A point in a stream, which can be asked for beside a capture without harming it."""
-
-    __slots__ = ("_done", "_event")
-
-    def __init__(self, event: cupy.cuda.Event) -> None:
-        self._event = event
-        self._done = False
-
-    @property
-    def ptr(self) -> int:
-        """The handle, by which CuPy's streams wait for it."""
-        handle: int = self._event.ptr
-        return handle
-
-    @property
-    def done(self) -> bool:
-        """Whether all work before the point is done. Never waits.
-
-        Raises:
-            DriverError: a kernel before the point failed, so the answer is not to be had.
-        """
-        if not self._done:
-            with relaxed_capture():
-                try:
-                    call("cuEventQuery", self._event.ptr)
-                except DriverError as error:
-                    if error.result != "CUDA_ERROR_NOT_READY":
-                        raise
-                    return False
-            self._done = True
-        return True
 
 
 class CudaDriver:
@@ -113,7 +63,7 @@ class CudaDriver:
         self._count = int(call("cuDeviceGetCount"))
         if self._count == 0:
             raise failure("cuDeviceGetCount", _RESULT.CUDA_ERROR_NO_DEVICE)
-        with _runtime_call("cudaGetDeviceCount"):
+        with runtime_call("cudaGetDeviceCount"):
             runtime.getDeviceCount()  # fails where the driver is too old for CuPy's runtime
         self._contexts = Contexts()
         self._segments = CudaSegments(self._contexts, self._count)
@@ -135,12 +85,12 @@ class CudaDriver:
 
     def make_current(self, device: int) -> None:
         """Make a device the current one of the calling thread, for CuPy as well."""
-        with _runtime_call("cudaSetDevice", f"device={device}"):
+        with runtime_call("cudaSetDevice", f"device={device}"):
             cupy.cuda.Device(device).use()
 
     def multiprocessors(self, device: int) -> int:
         """How many multiprocessors a device has."""
-        with _runtime_call("cudaDeviceGetAttribute", f"device={device}"):
+        with runtime_call("cudaDeviceGetAttribute", f"device={device}"):
             return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
 
     def device_count(self) -> int:
@@ -279,7 +229,7 @@ class CudaDriver:
     # Streams, events, captures
     def make_stream(self, *, non_blocking: bool = False) -> cupy.cuda.Stream:
         """A new stream on the current device."""
-        with _runtime_call("cudaStreamCreateWithPriority", f"non_blocking={non_blocking}"):
+        with runtime_call("cudaStreamCreateWithPriority", f"non_blocking={non_blocking}"):
             return cupy.cuda.Stream(non_blocking=non_blocking)
 
     def keeps_stream(self, stream: Any) -> bool:
@@ -348,9 +298,9 @@ class CudaDriver:
         device = stream.device_id if stream.device_id >= 0 else self.current_device()
         detail = f"stream={stream.ptr:#x}, device={device}"
         with self._contexts.current(device):
-            with _runtime_call("cudaEventCreateWithFlags", detail):
+            with runtime_call("cudaEventCreateWithFlags", detail):
                 event = cupy.cuda.Event(disable_timing=True)
-            with _runtime_call("cudaEventRecord", detail):
+            with runtime_call("cudaEventRecord", detail):
                 event.record(stream)
         return CudaEvent(event)
 
@@ -394,14 +344,14 @@ class CudaDriver:
     def mapped_memory(self, size: int) -> cupy.cuda.PinnedMemory:
         """Zeroed memory of the host that kernels of any device reach at the same address."""
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-        with _runtime_call("cudaHostAlloc", f"size={size}"), relaxed_capture():
+        with runtime_call("cudaHostAlloc", f"size={size}"), relaxed_capture():
             memory = cupy.cuda.PinnedMemory(size, flags)
         ctypes.memset(memory.ptr, 0, size)
         return memory
 
     def plain_memory(self, size: int) -> cupy.cuda.Memory:
         """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
-        with _runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
+        with runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
             return cupy.cuda.Memory(size)
 
     # Bytes, for those who may wait for them
@@ -420,14 +370,14 @@ class CudaDriver:
         """Enqueue a copy of device memory."""
         if not size:
             return
-        with _runtime_call("cudaMemcpyAsync", f"size={size}"):
+        with runtime_call("cudaMemcpyAsync", f"size={size}"):
             runtime.memcpyAsync(target, source, size, runtime.memcpyDeviceToDevice, stream.ptr)
 
     def fill(self, address: int, value: int, size: int, stream: Any) -> None:
         """Enqueue to set bytes of device memory."""
         if not size:
             return
-        with _runtime_call("cudaMemsetAsync", f"address={address:#x}, size={size}"):
+        with runtime_call("cudaMemsetAsync", f"address={address:#x}, size={size}"):
             runtime.memsetAsync(address, value, size, stream.ptr)
 
     def _copy(self, name: str, target: Any, source: Any, size: int, detail: str) -> None:

@@ -1,0 +1,66 @@
+"""What is asked of CUDA through CuPy's runtime API: its errors as ours, and events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import cuda.bindings.driver as driver
+import cupy
+from cupy.cuda import runtime
+
+from ..errors import DriverError
+from .cuda_calls import call, failure, relaxed_capture
+
+__all__ = ["CudaEvent", "runtime_call"]
+
+
+@contextlib.contextmanager
+def runtime_call(name: str, detail: str = "") -> Iterator[None]:
+    """Turn an error of CuPy's runtime API into ours; both APIs number their errors alike."""
+    try:
+        yield
+    except runtime.CUDARuntimeError as error:
+        cause = str(error)  # "cudaErrorName: what it means"
+        try:
+            result = driver.CUresult(error.status)
+        except ValueError:  # an error that only the runtime API knows
+            name_of_error = cause.partition(":")[0]
+            raise DriverError(
+                name, name_of_error, error.status, detail=detail, cause=cause
+            ) from error
+        raise failure(name, result, detail, cause=cause) from error
+
+
+class CudaEvent:
+    """A point in a stream, which can be asked for beside a capture without harming it."""
+
+    __slots__ = ("_done", "_event")
+
+    def __init__(self, event: cupy.cuda.Event) -> None:
+        self._event = event
+        self._done = False
+
+    @property
+    def ptr(self) -> int:
+        """The handle, by which CuPy's streams wait for it."""
+        handle: int = self._event.ptr
+        return handle
+
+    @property
+    def done(self) -> bool:
+        """Whether all work before the point is done. Never waits.
+
+        Raises:
+            DriverError: a kernel before the point failed, so the answer is not to be had.
+        """
+        if not self._done:
+            with relaxed_capture():
+                try:
+                    call("cuEventQuery", self._event.ptr)
+                except DriverError as error:
+                    if error.result != "CUDA_ERROR_NOT_READY":
+                        raise
+                    return False
+            self._done = True
+        return True
