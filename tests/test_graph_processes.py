@@ -13,6 +13,8 @@ import graph_processes as processes
 import group_workers as workers
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

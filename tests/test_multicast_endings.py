@@ -29,6 +29,8 @@ from cupy_zc import (
 from cupy_zc.config import multicast_refusal
 from cupy_zc.memory.pool import reap
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:

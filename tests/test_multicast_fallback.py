@@ -42,6 +42,8 @@ from cupy_zc.driver.host import HostDriver
 from cupy_zc.driver.host_multicast import SLOTS
 from cupy_zc.memory.pool import reap
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:

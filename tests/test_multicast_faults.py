@@ -45,6 +45,8 @@ from cupy_zc.registration import HostProbe, Target
 from cupy_zc.registration import multicast as module
 from cupy_zc.registration import multicast_team as team
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:

@@ -17,6 +17,8 @@ import cupy_zc
 from cupy_zc.cli.app import cli
 from cupy_zc.driver.host import HostDriver
 
+pytestmark = pytest.mark.slow
+
 MiB = 1 << 20
 NEVER = 1000.0
 
