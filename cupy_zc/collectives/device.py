@@ -232,6 +232,7 @@ class DeviceEngine:
 
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank."""
+        self._lanes[lane].kept.clear()
         self._registry.lanes.drop(lane)
 
     def decline(self) -> None:
@@ -272,6 +273,8 @@ class DeviceEngine:
         if call.clash:
             with stream:
                 source = source.copy(order="K")  # freed in the order of the stream
+            if lane:  # but every replay uses it
+                self._lanes[lane].kept.append(source)
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from ..driver.cuda import CudaDriver
 from ..errors import Error
@@ -97,6 +98,8 @@ class DeviceLane:
         #: In arena 0, of all ranks.
         self.offset = offset = heap.offset(self.memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
+        #: Arrays that the calls of a graph use beside those of the user.
+        self.kept: list[Any] = []
         self._driver = registry.driver
         self._template = Args(
             error=records.address + number * Records.BYTES, lane=number,
