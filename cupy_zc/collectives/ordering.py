@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -20,6 +21,8 @@ from .plan import Operation
 from .point_to_point import Letter
 
 __all__ = ["Line"]
+
+_log = logging.getLogger("cupy_zc")
 
 #: Calls that are kept to be made again.
 KEPT = 4096
@@ -82,6 +85,8 @@ class Line:
         self._current_device = driver.current_device
         #: How calls were made: input, output, and what makes them again.
         self._repeats: dict[tuple[Any, ...], tuple[_Reference, _Reference, Repeat]] = {}
+        #: Calls, and why they staged, that the log knows of.
+        self._told: set[tuple[str, ...]] = set()
         self._own_stream: Any = None
         #: Recorded behind the last call, where its stream cannot be asked later.
         self._event: Any = None
@@ -232,6 +237,11 @@ class Line:
         for place in places:
             if place.segment is not None:
                 self._registry.touched(place.segment)
+        if reasons and (call, *reasons) not in self._told:  # a loop says it once
+            self._told.add((call, *reasons))
+            _log.info(
+                "staged rank=%d call=%s reason=%s", self._checker.rank, call, "; ".join(reasons)
+            )
         if reasons and self._strict:
             raise NotZeroCopyError(
                 f"{self._checker.name(call)}: {'; '.join(reasons)}; register the array, or take it "

@@ -15,6 +15,7 @@ the next agreed point.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lease", "LeaseInfo", "LeasedArray", "Leases"]
 
+_log = logging.getLogger("cupy_zc")
 
 #: Seconds in which a driver tells of a graph that is gone. CUDA does it from a thread of its own.
 _PATIENCE = 0.1
@@ -207,12 +209,14 @@ class Leases:
         lease = Lease(self._registry, info, stream)
         tie(lease)
         self._live[info.id] = lease
+        _log.info("leased rank=%d graph=%d", self._registry.channel.rank, info.id)
         return lease
 
     def abandon(self, lease: Lease) -> None:
         """End a lease for which nothing was captured."""
         lease.release()
-        self._live.pop(lease.graph, None)
+        if self._live.pop(lease.graph, None) is not None:
+            _log.info("released rank=%d graph=%d", self._registry.channel.rank, lease.graph)
 
     def settle(self) -> None:
         """End the leases of graphs that are gone."""

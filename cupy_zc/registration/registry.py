@@ -199,8 +199,12 @@ class Registry:
             pinned.extend(pin([each for each in touched if not refusal(self, each)]))
             return Choice(pinned, _AUTOMATIC)
 
+        tag = f"collective call {number}"
         try:
-            self.agree(f"collective call {number}", choose)
+            self.agree(tag, choose)
+            if pinned:
+                nbytes = sum(segment.size for segment in pinned)
+                _log.info("registered rank=%d bytes=%d by=%s", self.channel.rank, nbytes, tag)
         except AgreementError as error:
             _log.warning(
                 "rank %d: arrays are not registered and collectives stage them: %s",
