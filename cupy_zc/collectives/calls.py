@@ -22,10 +22,12 @@ class Calls(ABC):
     Elements are passed on as they lie in memory. dtypes: those of CuPy (bool, integers, floats,
     float16, complex64, complex128) and bfloat16, equal in both arrays.
 
-    The input of ``all_reduce``, ``reduce``, ``broadcast`` (root), ``reduce_scatter``,
-    ``all_gather``, ``scatter`` (root), ``all_to_all`` and ``send_recv``, and the output of
-    ``all_reduce``, ``reduce`` (root) and ``gather`` (root), are touched by other ranks; where such
-    an array is not registered it is copied through scratch.
+    Where other ranks touch an array that is not registered, it is copied through scratch. On the
+    host engine they touch the input of ``all_reduce``, ``reduce``, ``broadcast`` (root),
+    ``reduce_scatter``, ``all_gather``, ``scatter`` (root), ``all_to_all`` and ``send_recv``, and
+    the output of ``all_reduce``, ``reduce`` (root) and ``gather`` (root). On the device engine
+    small messages need no registration, and of large ones it is the outputs, and the inputs of
+    reductions of a middle size.
 
     In place means that input and output are one array or, where one of them has a row for each
     rank, that the other one is this rank's (``scatter``, ``gather``: the root's) row of it. It is
@@ -217,6 +219,10 @@ class Calls(ABC):
 
     def send(self, array: Any, peer: int, stream: Any = None) -> None:
         """Send an array to one rank. It does not wait for the receiver, so it copies the array.
+
+        On a GPU what does not fit the channel to that rank, 2 MiB at least, waits there for the
+        receiver, beside other work; calls that wait for the whole device wait for it, too. In a
+        capture nothing is copied, and the replay waits.
 
         Args:
             array: What to send.

@@ -55,6 +55,10 @@ class Communicator(Calls, SymmetricArrays):
     is kept, for as long as the graph lives. A graph has a lane of its own: replays on one stream
     and calls on another one do not wait for each other.
 
+    Large collectives use most of a GPU. Communicators that share GPUs must therefore be used in the
+    same order on all of them: on one stream, or on streams that wait for each other. Otherwise one
+    can keep the kernels of the other from running, until both time out.
+
     A context manager; :meth:`close` is local. Where an error leaves the block, and at exit of the
     process, live graphs do not keep it from being closed.
     """
