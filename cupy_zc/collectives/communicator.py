@@ -235,7 +235,7 @@ class Communicator(Calls):
 
         Raises:
             AgreementError: a rank could not; on all of them, and everything is as before.
-            PeerTimeoutError, MismatchError, ClosedError.
+            PeerTimeoutError, MismatchError, ClosedError: as every collective.
         """
         with self._line.turn("register"):
             return self._registry.register(target)
@@ -265,7 +265,7 @@ class Communicator(Calls):
         """Return when all ranks have called it and this communicator's work before it is done.
 
         Raises:
-            As every collective; Error: the current stream is capturing.
+            Error: the current stream is capturing. Otherwise as every collective.
         """
         with self._line.turn("barrier"):
             stream = self._line.stream("barrier", None)
