@@ -13,7 +13,9 @@ __all__ = ["FILE", "draw"]
 FILE = Path(__file__).parent / "images" / "mirrored-ranges.svg"
 
 #: Pixels: of an arena, of a row, and of the whole.
-LENGTH, ROW, WIDTH, HEIGHT = 300, 62, 820, 430
+LENGTH, ROW, WIDTH, HEIGHT = 320, 62, 840, 385
+#: The offset that is marked, in parts of an arena.
+AT = 0.44
 COLOURS = ("#2f6fb0", "#c46a1b")
 
 
@@ -50,6 +52,12 @@ def _range(x: float, y: float, owner: int, *, own: bool) -> list[str]:
     return parts
 
 
+def _offset(x: float, y: float, down: float) -> str:
+    """A mark at the offset that the picture is about."""
+    at = x + AT * LENGTH
+    return f'<line x1="{at:g}" y1="{y - 4:g}" x2="{at:g}" y2="{y + down:g}" class="offset"/>'
+
+
 def _process(x: float, rank: int) -> list[str]:
     peer = 1 - rank
     parts = [_text(x, 60, f"process of rank {rank}", 'class="head"')]
@@ -59,13 +67,12 @@ def _process(x: float, rank: int) -> list[str]:
     )
     for number, (words, owner, own) in enumerate(rows):
         y = 100 + number * ROW
-        parts += [_text(x, y - 8, words), *_range(x, y, owner, own=own)]
+        parts += [_text(x, y - 8, words), *_range(x, y, owner, own=own), _offset(x, y, 30)]
     y = 100 + 2 * ROW
-    parts.append(_text(x, y - 8, "multicast_base: one range for all ranks (with NVLink SHARP)"))
+    parts.append(_text(x, y - 8, "multicast_base: one range for all, for NVLink SHARP"))
     parts.append(f'<rect x="{x:g}" y="{y:g}" width="{LENGTH}" height="26" class="later"/>')
-    at = x + 0.25 * LENGTH
-    parts.append(f'<line x1="{at:g}" y1="84" x2="{at:g}" y2="{y + 40}" class="offset"/>')
-    parts.append(_text(at, y + 56, "offset", 'class="mid"'))
+    parts.append(_offset(x, y, 44))
+    parts.append(_text(x + AT * LENGTH, y + 56, "offset", 'class="mid"'))
     return parts
 
 
@@ -84,12 +91,12 @@ def draw() -> str:
         "<style>.range{fill:#f2f2f2;stroke:#777}.later{fill:none;stroke:#777;stroke-dasharray:5 4}"
         ".seg{stroke:#fff}.in{fill:#fff;text-anchor:middle;font-weight:bold}"
         ".mid{text-anchor:middle;font-style:italic}.head{font-weight:bold;font-size:15px}"
-        ".offset{stroke:#222;stroke-dasharray:2 3}</style>",
+        ".offset{stroke:#111;stroke-width:2}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         _text(50, 30, "addresses grow to the right", 'font-style="italic"'),
         *_process(50, 0),
         *_process(460, 1),
-        *(_text(50, 345 + 24 * number, words) for number, words in enumerate(notes)),
+        *(_text(50, 318 + 22 * number, words) for number, words in enumerate(notes)),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -146,7 +146,7 @@ def _draw_host(axes: Any) -> None:
             [n + shift for n in range(len(both))], [row[key] for row in both], 0.4, label=label
         )
     axes.set_xticks(range(len(both)), [row["case"].removeprefix("all_reduce ") for row in both])
-    axes.set(yscale="log", ylabel="milliseconds")
+    axes.set(ylabel="milliseconds")
     axes.set_title("all_reduce without a GPU, four processes")
     axes.legend()
 

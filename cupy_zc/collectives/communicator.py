@@ -73,7 +73,9 @@ class Communicator(Calls):
         self._device = options.device
         self._timeout = options.wait
         self._bootstrap = bootstrap
+        #: Number of this rank, from 0.
         self.rank = bootstrap.rank
+        #: How many ranks there are.
         self.size = bootstrap.size
         self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
         self._talk = stack.enter_context(Channel.open(bootstrap, topology))
