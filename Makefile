@@ -4,7 +4,7 @@ PYTHON ?= python3
 CUPY ?= cuda13
 BIN := .venv/bin
 
-.PHONY: demo test slow lint types check clean
+.PHONY: demo test slow lint types docs check clean
 .DELETE_ON_ERROR:
 
 # mpiexec gives its ranks no terminal, so whether there is one is asked here.
@@ -26,7 +26,12 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
-check: lint types test slow
+# Every warning is an error: a link that leads nowhere, a name without a docstring.
+docs: .venv/ready
+	$(BIN)/python -m sphinx -E -W -n -q --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
+check: lint types docs test slow
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

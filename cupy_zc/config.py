@@ -57,7 +57,7 @@ class Settings:
     host_granularity: int
     host: str
     port: int
-    #: Shown nowhere: neither in ``repr`` nor in an error.
+    #: Shown nowhere, neither in ``repr`` nor in an error.
     secret: str = field(repr=False)
     node_size: int
     nvtx: bool

@@ -50,7 +50,7 @@ class Transfer:
 
     #: Name of the method.
     operation: str
-    #: Who reads and writes what; see :mod:`cupy_zc.collectives.plan`. "copy" of a send.
+    #: Who reads and writes what; see ``cupy_zc.collectives.plan``. "copy" of a send.
     algorithm: str
     #: Whether no rank copied its data through scratch.
     zero_copy: bool

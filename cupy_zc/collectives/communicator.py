@@ -83,7 +83,9 @@ class Communicator(Calls, SymmetricArrays):
         self._device = options.device
         self._timeout = options.wait
         self._bootstrap = bootstrap
+        #: Number of this rank, from 0.
         self.rank = bootstrap.rank
+        #: How many ranks there are.
         self.size = bootstrap.size
         self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
         self._talk = stack.enter_context(Channel.open(bootstrap, topology))
@@ -216,7 +218,7 @@ class Communicator(Calls, SymmetricArrays):
 
         Raises:
             AgreementError: a rank could not; on all of them, and everything is as before.
-            PeerTimeoutError, MismatchError, ClosedError.
+            PeerTimeoutError, MismatchError, ClosedError: as every collective.
         """
         with self._line.turn("register"):
             return self._registry.register(target)
@@ -251,7 +253,7 @@ class Communicator(Calls, SymmetricArrays):
         """Return when all ranks have called it and this communicator's work before it is done.
 
         Raises:
-            As every collective; Error: the current stream is capturing.
+            Error: the current stream is capturing. Otherwise as every collective.
         """
         with self._line.turn("barrier"):
             stream = self._line.stream("barrier", None)

@@ -67,7 +67,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     Raises:
         DriverError: ``driver="cuda"`` and there is no usable GPU.
-        InvalidValueError: an argument, or ``CUPY_GPU_MEMORYLIMIT``, is not what is allowed.
+        InvalidValueError: an argument, or ``CUPY_GPU_MEMORY_LIMIT``, is not what is allowed.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class PoolStatistics:
 
     used_bytes: int
     free_bytes: int
-    #: Held from the driver: used and free.
+    #: Held from the driver, used and free.
     total_bytes: int
     peak_used_bytes: int
     peak_total_bytes: int

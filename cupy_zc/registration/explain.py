@@ -29,7 +29,7 @@ class Rule:
     """One rule, as it is for one array on this rank."""
 
     name: str
-    #: None where this rank cannot know: it depends on arrays of peers that were not named yet.
+    #: None where this rank cannot know, as it depends on arrays of peers not named yet.
     passed: bool | None
     #: What was found.
     detail: str

@@ -33,7 +33,7 @@ class Location(NamedTuple):
 class Registration:
     """An array or a pool that the peers can reach. A context manager that deregisters at its end.
 
-    Made by :meth:`~cupy_zc.registration.Registry.register`. It keeps the array, or the pool, alive;
+    Made by :meth:`~cupy_zc.Communicator.register`. It keeps the array, or the pool, alive;
     nobody need keep the registration itself.
     """
 
@@ -47,7 +47,7 @@ class Registration:
         self._segments: Sequence[Segment] = ()
         #: Bytes of the segments it holds on this rank.
         self.nbytes = 0
-        #: What each rank registered in that call: (arena, offset), None where not one array.
+        #: What each rank registered in that call, as (arena, offset); None where not one array.
         self.arrays: Mapping[int, tuple[int, int] | None] = {}
 
     @property
