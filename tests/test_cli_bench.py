@@ -55,7 +55,7 @@ def test_the_table_is_that_of_nccl_tests_with_every_collective_in_and_out_of_pla
 ) -> None:
     file, plot = tmp_path / "figures.jsonl", tmp_path / "bench.png"
     done = bench(
-        *QUICK, "-b", "1K", "-e", "1K", "-c", "1", "-d", "int32", "-g", "2", "-r", "1",
+        *QUICK, "-b", "1K", "-e", "1K", "-c", "1", "-d", "float", "-g", "2", "-r", "1",
         "--collective", "all", "--against", "mpi", "--json", file, "--plot", plot,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def test_the_table_is_that_of_nccl_tests_with_every_collective_in_and_out_of_pla
         ("none", "1"),
     }
     for words in found:
-        assert (words[0], words[2], len(words)) == ("1024", "int32", 14)
+        assert (words[0], words[2], len(words)) == ("1024", "float32", 14)
         assert float(words[5]) > 0
         assert words[8] == "0"
         assert words[12] == "0" or (words[12], words[-1]) == ("N/A", "mpi")
@@ -134,7 +134,7 @@ def invoke(*arguments: str) -> Result:
         (["-f", "1"], "1 is not in the range x>=2"),
         (["-n", "0"], "0 is not in the range x>=1"),
         (["-c", "maybe"], "'maybe' is not one of 'on', 'off', '1', '0'"),
-        (["-d", "complex64"], "'complex64' is not one of"),
+        (["-d", "complex64"], "'complex64' is none of"),
         (["-o", "avg"], "'avg' is not one of"),
         (["-g", "2", "-r", "2"], "-r 2: there are 2 ranks"),
         (["--collective", "gossip"], "'gossip' is none of all_reduce"),
@@ -154,6 +154,17 @@ def test_wrong_usage_is_a_sentence_and_exit_code_2(
     result = invoke("--driver", "host", *arguments)
     assert result.exit_code == Exit.USAGE
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_under_mpiexec_it_says_that_it_starts_its_ranks_itself(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "supervise", lambda *_: pytest.fail("it started"))
+    monkeypatch.setenv(variable, "4")
+    result = invoke("--driver", "host")
+    assert result.exit_code == Exit.USAGE
+    assert "it starts its ranks itself, -g 4" in result.output
 
 
 @pytest.mark.parametrize("name", MULTICAST_GUARDS)
@@ -284,23 +295,64 @@ def test_the_progress_bar_is_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch)
     assert [task.total for task in bar.tasks] == [3]
 
 
-def test_an_mpiexec_that_fails_costs_only_mpi(tmp_path: Path) -> None:
-    (tmp_path / "mpiexec").write_text("#!/bin/sh\nexit 7\n")
-    (tmp_path / "mpiexec").chmod(0o755)
-    program = tmp_path / "mpiexec"
+PLAN = Plan(
+    ranks=2, platform="host", engines=("cupy-zc", "mpi"), collectives=(), sizes=(8,),
+    iterations=1, warm_up=0, check=False, dtype="int32", op="sum", root=0, graph=False,
+    placements=(False,), host_cost=False, deadline=1e12,
+)  # fmt: skip
 
-    plan = Plan(
-        ranks=2, platform="host", engines=("cupy-zc", "mpi"), collectives=(), sizes=(8,),
-        iterations=1, warm_up=0, check=False, dtype="int32", op="sum", root=0, graph=False,
-        placements=(False,), host_cost=False, deadline=1e12,
-    )  # fmt: skip
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("#!/bin/sh\nexit 7\n", "mpiexec ended with exit code 7"),
+        ("#!/no/such/shell\n", "No such file or directory"),
+        ("", "there is no mpiexec"),
+    ],
+)
+def test_an_mpiexec_that_fails_costs_only_mpi(
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text(script)
+    program.chmod(0o755)
     heard: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "mpiexec", lambda: str(program))
-        patch.setattr(launch.Spawned, "start", lambda *_: None)
-        left, _ = supervisor._start(plan, lambda *said: heard.append(said))
-    assert heard == [("unavailable", ("mpi", "mpiexec ended with exit code 7"))]
+    monkeypatch.setattr(launch, "mpiexec", lambda: str(program) if script else None)
+    monkeypatch.setattr(launch.Spawned, "start", lambda *_: None)
+    left, _ = supervisor._start(PLAN, lambda *said: heard.append(said))
+    ((kind, (engine, reason)),) = heard
+    assert (kind, engine) == ("unavailable", "mpi")
+    assert words in reason
     assert left.engines == ("cupy-zc",)
+
+
+def test_ranks_that_mpiexec_does_not_bring_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(launch, "mpiexec", lambda: str(program))
+    monkeypatch.setattr(launch, "_PATIENCE", 0.3)
+    monkeypatch.setattr(launch, "_DEATH", 0.3)
+    under = launch.UnderMpi()
+    with pytest.raises(launch.LaunchError, match="mpiexec brought 0 of 2 ranks"):
+        under.start(PLAN)
+    assert under._launcher is not None
+    assert under._launcher.returncode == -9
+
+
+@pytest.mark.slow
+def test_ranks_of_mpiexec_that_hang_are_killed_at_the_deadline() -> None:
+    done = bench(
+        *("--driver", "host", "-n", "1", "-e", "4K", "--deadline", "6", "--no-in-place"),
+        *("--engines", "mpi,bench_engines:Hanging"),
+    )
+    assert done.returncode == Exit.CANNOT
+    assert "rank 1 was at: bench_engines:Hanging, all_reduce of 4,096 bytes" in done.stderr
+    assert [words[-1] for words in lines_of(done.stdout)] == ["mpi", "bench_engines:Hanging"]
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert "cupy_zc.cli.bench.launch import join" not in left.stdout
 
 
 def test_long_times_and_unchecked_results_fit_the_columns() -> None:

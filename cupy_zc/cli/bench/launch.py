@@ -30,6 +30,7 @@ __all__ = ["LaunchError", "Launcher", "Spawned", "UnderMpi", "join"]
 _PATIENCE, _LOOK = 60.0, 0.2
 #: Seconds in which a killed process is gone.
 _DEATH = 5.0
+_STDERR = 2
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -119,6 +120,16 @@ class UnderMpi:
         program = mpiexec()
         if program is None:
             raise LaunchError("there is no mpiexec: pip install 'cupy-zc[mpi]'")
+        try:
+            self._start(program, plan)
+        except OSError as error:  # the socket, mpiexec, or a rank that has gone already
+            self.end()
+            raise LaunchError(f"{program}: {error}") from error
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, program: str, plan: Plan) -> None:
         with (
             tempfile.TemporaryDirectory(prefix="cupy-zc-") as folder,  # of mode 0700
             socket.socket(socket.AF_UNIX) as door,
@@ -131,15 +142,11 @@ class UnderMpi:
             words = [program, "-n", str(plan.ranks), sys.executable, "-c", code, path]
             paths = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
             environment = {**os.environ, "PYTHONPATH": paths}
-            try:
-                self._launcher = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
-            except OSError as error:
-                raise LaunchError(f"{program}: {error}") from error
-            try:
-                self._let_in(door, self._launcher, plan)
-            except BaseException:
-                self.end()
-                raise
+            # What mpiexec has to say about ranks that died is no part of a table.
+            self._launcher = subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=_STDERR
+            )
+            self._let_in(door, self._launcher, plan)
         for rank, pipe in enumerate(self.pipes):
             pipe.send((plan, rank))
 
@@ -175,6 +182,8 @@ class UnderMpi:
 
     def end(self) -> None:
         """See :class:`Launcher`."""
+        if self._launcher is not None:  # first, or it would report its ranks as lost
+            self._launcher.kill()
         for handle in self._handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -183,10 +192,8 @@ class UnderMpi:
         for pipe in self.pipes:
             pipe.close()
         if self._launcher is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends with its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the system will see to it
                 self._launcher.wait(_DEATH)
-            self._launcher.kill()
-            self._launcher.wait(_DEATH)
 
 
 def join(path: str) -> None:

@@ -19,6 +19,9 @@ from .worker import Plan
 __all__ = ["command"]
 
 
+#: Where a launcher of MPI says how many processes it started.
+_LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
 _HELP = """Measure collectives: the table of nccl-tests, with the flags people know.
 
 Sizes are bytes of the larger buffer; algbw and busbw are what nccl-tests calls so. Results are
@@ -46,6 +49,11 @@ def command(ctx: click.Context, options: Options) -> None:
         raise click.UsageError(
             f"multicast must be off for every library in a benchmark: set {' '.join(wrong)}, "
             "or unset it"
+        )
+    size = next((os.environ[name] for name in _LAUNCHED if name in os.environ), "1")
+    if size != "1":
+        raise click.UsageError(
+            f"{size} processes of bench were started: it starts its ranks itself, -g {size}"
         )
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CannotError("--plot needs matplotlib: pip install 'cupy-zc[plot]'")

@@ -22,6 +22,8 @@ __all__ = ["Options", "flags", "plan_of", "sizes"]
 #: What is measured beside this package unless told otherwise, and the largest size.
 _PEERS = {"cuda": ("nccl", "nccl-window", *GROUPS["torch"]), "host": ("mpi",)}
 _LAST = {"cuda": 256 << 20, "host": 16 << 20}
+#: What nccl-tests calls types.
+_TYPES_OF_NCCL = {"float": "float32", "double": "float64", "half": "float16"}
 #: Words for all collectives, and for no other engine.
 _ALL, _NONE = "all", "none"
 
@@ -85,6 +87,14 @@ def _names(
     return parse
 
 
+def _dtype(text: str) -> str:
+    name = _TYPES_OF_NCCL.get(text, text)
+    if name not in DTYPES:
+        known = ", ".join([*DTYPES, *_TYPES_OF_NCCL])
+        raise click.BadParameter(f"{text!r} is none of {known}")
+    return name
+
+
 def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in SUFFIXES:
@@ -120,7 +130,10 @@ _FLAGS = (
         "-c", "check", type=click.Choice(["on", "off", "1", "0"]), default="on",
         help="Compare results with a reference (on).",
     ),
-    _OPTION("-d", "dtype", type=click.Choice(DTYPES), default="float32", help="Type (float32)."),
+    _OPTION(
+        "-d", "dtype", type=_dtype, metavar="TYPE", default="float32",
+        help=f"One of {', '.join(DTYPES)} (float32).",
+    ),
     _OPTION("-o", "op", type=click.Choice(OPS), default="sum", help="Operation (sum)."),
     _OPTION(
         "-g", "ranks", type=click.IntRange(1),
