@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cupy_zc.cli.bench import data, libraries, report
 from cupy_zc.cli.bench.api import COLLECTIVES, DTYPES, OPS, Case, Unavailable, places
 from cupy_zc.cli.bench.engines import ENGINES, load
 from cupy_zc.cli.bench.nccl import letters
-from cupy_zc.cli.bench.platforms import HostPlatform, driver_version
+from cupy_zc.cli.bench.platforms import CudaPlatform, HostPlatform, driver_version
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,12 @@ def test_the_version_of_the_kernel_driver_is_read(tmp_path):
     assert driver_version(file) == "580.159.03"
     file.write_text("nothing")
     assert driver_version(file) == ""
+
+
+def test_eager_calls_are_timed_until_the_stream_is_done():
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform.stream = SimpleNamespace(synchronize=lambda: time.sleep(0.002))
+    assert platform.eager_microseconds(lambda: None) > 2000
 
 
 def test_the_host_platform_repeats_calls_and_times_them():
