@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from peers import ENGINES, data, libraries, load, report
-from peers.api import COLLECTIVES, DTYPES, OPS, Case, Unavailable
-from peers.platforms import HostPlatform, driver_version
+from cupy_zc.cli.bench import data, libraries, report
+from cupy_zc.cli.bench.api import COLLECTIVES, DTYPES, OPS, Case, Unavailable, places
+from cupy_zc.cli.bench.engines import ENGINES, load
+from cupy_zc.cli.bench.nccl import letters
+from cupy_zc.cli.bench.platforms import CudaPlatform, HostPlatform, driver_version
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,16 @@ def reference(case, inputs, rank):
     """What a rank gets, with NumPy on the whole inputs."""
     mine = slice(rank * case.part, (rank + 1) * case.part)
     fold = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[case.op]
-    if case.collective in ("all_reduce", "reduce_scatter"):
+    if case.reduces:
         total = inputs[0]
         for array in inputs[1:]:
             total = fold(total, array)
-        return total if case.collective == "all_reduce" else total[mine]
+        return total[mine] if case.collective == "reduce_scatter" else total
     return {
         "all_gather": lambda: np.concatenate(inputs),
-        "broadcast": lambda: inputs[0],
+        "gather": lambda: np.concatenate(inputs),
+        "scatter": lambda: inputs[case.root][mine],
+        "broadcast": lambda: inputs[case.root],
         "send_recv": lambda: inputs[rank ^ 1],
         "all_to_all": lambda: np.concatenate([array[mine] for array in inputs]),
     }[case.collective]()
@@ -87,21 +88,32 @@ def reference(case, inputs, rank):
 )  # fmt: skip
 def test_the_reference_is_what_numpy_says(collective, dtype, op, ranks, part, draw):
     case = Case(collective, 0, dtype, op, ranks)
-    case = Case(collective, part * ranks * case.type.itemsize, dtype, op, ranks)
+    root = draw.draw(st.integers(0, ranks - 1))
+    case = Case(collective, part * ranks * case.type.itemsize, dtype, op, ranks, root)
     inputs = [np.empty(case.send_count, case.type) for _ in range(ranks)]
     for rank, array in enumerate(inputs):
         data.fill(np, case, rank, array)
-    rank = draw.draw(st.integers(0, ranks - 1))
+    rank = draw.draw(st.sampled_from([rank for rank in range(ranks) if case.gets(rank)]))
     output = reference(case, inputs, rank).copy()
     assert output.size == case.recv_count
-    assert data.mistake(np, case, rank, output) == ""
+    assert data.mistake(np, case, rank, output) == (0, "")
     at = draw.draw(st.integers(0, output.size - 1))
     output.view(f"u{case.type.itemsize}")[at] ^= 1
-    assert data.mistake(np, case, rank, output).startswith(
-        f"1 wrong elements, the first at {at:,}:"
-    )
+    count, words = data.mistake(np, case, rank, output)
+    assert count == 1
+    assert words.startswith(f"1 wrong elements, the first at {at:,}:")
     data.poison(np, output)
-    assert data.mistake(np, case, rank, output).startswith(f"{output.size:,} wrong elements")
+    count, words = data.mistake(np, case, rank, output)
+    assert count == output.size
+    assert words.startswith(f"{output.size:,} wrong elements")
+
+
+@pytest.mark.parametrize("collective", ["reduce", "gather"])
+def test_only_the_root_has_an_output(collective):
+    case = Case(collective, 64, "int32", "sum", 4, root=2)
+    assert [case.gets(rank) for rank in range(4)] == [False, False, True, False]
+    assert data.mistake(np, case, 0, np.zeros(case.recv_count, "i4")) == (0, "")
+    assert data.mistake(np, case, 2, np.zeros(case.recv_count, "i4"))[0] == case.recv_count
 
 
 def test_long_arrays_are_filled_and_compared_in_pieces(monkeypatch):
@@ -112,15 +124,62 @@ def test_long_arrays_are_filled_and_compared_in_pieces(monkeypatch):
     data.fill(np, case, 1, pieces)
     assert (whole == pieces).all()
     right = data.expected(case, 1, np.arange(100)).astype("i4")
-    assert data.mistake(np, case, 1, right) == ""
-    right[50] -= 1
-    assert "the first at 50" in data.mistake(np, case, 1, right)
+    assert data.mistake(np, case, 1, right) == (0, "")
+    right[[50, 90]] -= 1  # in two pieces
+    count, words = data.mistake(np, case, 1, right)
+    assert count == 2
+    assert words.startswith("2 wrong elements, the first at 50:")
 
 
 def test_sizes_are_rounded_down_to_whole_parts():
     case = Case("reduce_scatter", 1000, "float64", "sum", 3)
     assert (case.count, case.part, case.nbytes) == (123, 41, 984)
     assert (case.send_count, case.recv_count) == (123, 41)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_in_place_input_and_output_are_one_array_or_a_part_of_it(collective):
+    case = Case(collective, 96, "int32", "sum", 3, in_place=True)
+    send, recv = (np.zeros(200, np.uint8) for _ in range(2))
+    given, taken = places(case, 1, send, recv)
+    assert (given.size, taken.size) == (case.send_count, case.recv_count)
+    start, parts = recv.ctypes.data, 32 * (case.send_count != case.recv_count)
+    shifts = [array.ctypes.data - start for array in (given, taken)]
+    assert sorted(shifts) == [0, parts]  # a part is the rank's own
+    whole, part = sorted((given, taken), key=lambda array: -array.size)
+    assert whole.ctypes.data == start
+    assert np.shares_memory(whole, part)
+
+
+def _deliver(collective, ranks, root, in_place):
+    """What NCCL's point-to-point calls move: outputs of all ranks."""
+    case = Case(collective, ranks * 8, "int64", "sum", ranks, root, in_place)
+    send, recv = ([np.zeros(ranks * 8, np.uint8) for _ in range(ranks)] for _ in range(2))
+    views = [places(case, rank, send[rank], recv[rank]) for rank in range(ranks)]
+    for rank, (source, target) in enumerate(views):
+        data.poison(np, target)
+        if case.gives(rank):
+            data.fill(np, case, rank, source)
+    before = [source.copy() for source, _ in views]
+    letters_of = [letters(case, rank) for rank in range(ranks)]
+    count = case.count if collective == "send_recv" else case.part
+    for rank, (_, takes) in enumerate(letters_of):
+        for peer, offset in takes:
+            ((_, start),) = [letter for letter in letters_of[peer][0] if letter[0] == rank]
+            values = before[peer][start // 8 :][:count]
+            views[rank][1][offset // 8 :][:count] = values
+    assert sum(len(gives) for gives, _ in letters_of) == sum(len(t) for _, t in letters_of)
+    return [data.mistake(np, case, rank, taken) for rank, (_, taken) in enumerate(views)]
+
+
+@pytest.mark.parametrize("root", [0, 3])
+@pytest.mark.parametrize(
+    ("collective", "in_place"),
+    [("gather", False), ("gather", True), ("scatter", False), ("scatter", True),
+     ("all_to_all", False), ("send_recv", False)],
+)  # fmt: skip
+def test_every_letter_of_nccl_has_a_reader_and_gives_what_must_come_out(collective, in_place, root):
+    assert _deliver(collective, 4, root, in_place) == [(0, "")] * 4
 
 
 def test_nccl_is_found_where_the_wheels_of_nvidia_put_it(tmp_path):
@@ -185,6 +244,12 @@ def test_the_version_of_the_kernel_driver_is_read(tmp_path):
     assert driver_version(file) == "580.159.03"
     file.write_text("nothing")
     assert driver_version(file) == ""
+
+
+def test_eager_calls_are_timed_until_the_stream_is_done():
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform.stream = SimpleNamespace(synchronize=lambda: time.sleep(0.002))
+    assert platform.eager_microseconds(lambda: None) > 2000
 
 
 def test_the_host_platform_repeats_calls_and_times_them():

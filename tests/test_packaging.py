@@ -43,7 +43,12 @@ def test_the_wheel_holds_every_kernel_source(built):
     for name in kernels():
         assert f"cupy_zc/_kernels/{name}" in names
     assert "cupy_zc/py.typed" in names
-    for name in ("_examples/leak.py", "cli/static/page.html", "cli/static/page.js"):
+    for name in (
+        "_examples/leak.py",
+        "cli/static/page.html",
+        "cli/static/page.js",
+        "cli/bench/nccl.py",
+    ):
         assert f"cupy_zc/{name}" in names
     assert not any(name.startswith(("cuda/", "tests/")) for name in names)
 
@@ -83,9 +88,14 @@ def test_the_wheel_installs_into_an_empty_environment_and_works(built, tmp_path)
     assert Path(location).is_relative_to(tmp_path)
     assert (found, used) == ("True", "1024")
     program = tmp_path / "env" / "bin" / "cupy-zc"
-    for words in (["demo", "leak", "leak.json"], ["view", "leak.json", "--html", "leak.html"]):
+    for words in (
+        ["demo", "leak", "leak.json"],
+        ["view", "leak.json", "--html", "leak.html"],
+        ["bench", "--driver", "host", "-e", "1K", "--against", "none", "--json", "bench.jsonl"],
+    ):
         subprocess.run([program, *words], check=True, timeout=60, cwd=tmp_path)
     assert "This only grows" in (tmp_path / "leak.html").read_text()
+    assert '"checked": true' in (tmp_path / "bench.jsonl").read_text()
 
 
 def test_without_cupy_the_import_says_what_to_install(tmp_path):

@@ -18,6 +18,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 #: By name, the module that defines it; in the order of the help.
 COMMANDS = {
     "doctor": "doctor",
+    "bench": "bench",
     "demo": "demo",
     "selftest": "selftest",
     "view": "view",

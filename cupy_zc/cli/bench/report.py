@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .api import Case
+from .api import ROOTED, Case
 
 __all__ = [
+    "SUFFIXES",
     "Row",
     "append",
     "ceiling",
@@ -23,6 +24,9 @@ __all__ = [
 
 #: A figure, ready for JSON.
 Row = dict[str, Any]
+
+#: Of files that a plot can be written to.
+SUFFIXES = (".png", ".svg")
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 #: How much slower than the best peer is still noise.
@@ -59,7 +63,10 @@ def _base(case: Case, engine: str, metric: str) -> Row:
         "asked": case.asked,
         "bytes": case.nbytes,
         "dtype": case.dtype,
-        "op": case.op if "reduce" in case.collective else None,
+        "count": case.call_count,
+        "op": case.op if case.reduces else None,
+        "root": case.root if case.collective in ROOTED else None,
+        "in_place": case.in_place,
         "ranks": case.ranks,
     }
 
@@ -72,7 +79,7 @@ def figure(
     Args:
         case: What ran.
         engine: What ran it.
-        metric: ``"device_us"`` or ``"host_us"``.
+        metric: ``"device_us"``, ``"eager_us"`` or ``"host_us"``.
         times: For each rank, microseconds of one call in each round.
         calls: Calls that were timed together in a round.
     """
@@ -85,15 +92,16 @@ def figure(
         "rounds": len(slowest),
         "calls": calls,
     }
-    if metric == "device_us" and median > 0:
+    if metric != "host_us" and median > 0:
+        row["alg_gbps"] = round(case.nbytes / median / 1e3, 2)
         row["bus_gbps"] = round(case.bus_bytes / median / 1e3, 2)
     return row
 
 
-def skipped(case: Case, engine: str, metric: str, reason: str, *, wrong: bool = False) -> Row:
-    """A figure that is not there, and why. ``wrong``: because the result was."""
+def skipped(case: Case, engine: str, metric: str, reason: str, *, wrong: int = 0) -> Row:
+    """A figure that is not there, and why. ``wrong``: because so many elements were."""
     row = _base(case, engine, metric) | {"skipped": reason}
-    return row | {"correct": False} if wrong else row
+    return row | {"correct": False, "wrong": wrong} if wrong else row
 
 
 def ceiling(name: str, nbytes: int, one: float, both: float) -> Row:
@@ -114,24 +122,21 @@ def append(file: Path, row: Row) -> None:
 
 
 def tables(rows: Iterable[Row], *, ours: str = "cupy-zc") -> str:
-    """All figures for people: a table for each collective, then host cost, then the ceilings."""
+    """Figures of the engines beside each other: a table for each collective, then host cost.
+
+    At the end the ceilings.
+    """
     rows = list(rows)
-    parts = []
-    for metric, unit in (("device_us", "us"), ("host_us", "us of Python thread time a call")):
-        of_metric = [row for row in rows if row["metric"] == metric]
-        kinds = dict.fromkeys(row["collective"] for row in of_metric)
-        if metric == "host_us" and of_metric:
-            parts.append(_table(f"eager call, {unit}", "collective", of_metric, ours))
-        elif metric == "device_us":
-            parts += [
-                _table(
-                    f"{kind}, {unit}",
-                    "asked",
-                    [row for row in of_metric if row["collective"] == kind],
-                    ours,
-                )
-                for kind in kinds
-            ]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["metric"] in ("device_us", "eager_us"):
+            where = " in place" if row["in_place"] else ""
+            groups.setdefault(f"{row['collective']}{where}, us", []).append(row)
+    parts = [_table(title, "asked", of_title, ours) for title, of_title in groups.items()]
+    of_host = [row for row in rows if row["metric"] == "host_us"]
+    if of_host:
+        title = "eager call, us of Python thread time a call"
+        parts.append(_table(title, "collective", of_host, ours))
     limits = [row for row in rows if row["metric"] == "ceiling"]
     if limits:
         size = show_bytes(limits[0]["bytes"])

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from . import data, load
+from . import data
 from .api import Case, Context, Engine, Job, Unavailable
+from .engines import load
 from .group import Group
-from .platforms import Platform, open_platform
-from .report import Row, figure, skipped
+from .platforms import Platform, open_platform, repeat
+from .report import Row, figure, show_bytes, skipped
 
 __all__ = ["ROUNDS", "Plan", "WrongResult", "calls_of", "run", "smallest"]
 
@@ -39,19 +40,44 @@ class Plan:
     collectives: tuple[str, ...]
     #: Bytes of the larger buffer.
     sizes: tuple[int, ...]
-    #: Calls in a graph; None for 20, and 4 above 16 MiB.
+    #: Calls that are timed together; None for 20, and 4 above 16 MiB.
     iterations: int | None
     #: Calls before anything is timed; one is made in any case.
     warm_up: int
     check: bool
     dtype: str
     op: str
+    root: int
+    #: Whether the calls are replayed in a graph.
+    graph: bool
+    #: Which to measure: False for out of place, True for in place.
+    placements: tuple[bool, ...]
+    #: Whether to measure as well what a call costs the Python thread that makes it.
+    host_cost: bool
     #: On the clock of ``time.monotonic``, which all processes of a machine share.
     deadline: float
 
+    @property
+    def metric(self) -> str:
+        """What the figures are of."""
+        return "device_us" if self.graph else "eager_us"
+
+    def case(self, collective: str, size: int, *, in_place: bool = False) -> Case:
+        """A case of this plan."""
+        return Case(collective, size, self.dtype, self.op, self.ranks, self.root, in_place)
+
 
 class WrongResult(Exception):  # noqa: N818  it is what happened
-    """An engine gave something else than the reference."""
+    """An engine gave something else than the reference.
+
+    Args:
+        message: What, on which rank.
+        wrong: Elements that are wrong, of all ranks.
+    """
+
+    def __init__(self, message: str, wrong: int) -> None:
+        super().__init__(message)
+        self.wrong = wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +102,19 @@ def run(plan: Plan, rank: int, connection: Connection) -> None:
     group = Group(connection, rank, plan.ranks, plan.deadline)
     platform = open_platform(plan.platform, rank)
     _tell_first(group, "about", {"processes": plan.ranks} | platform.describe())
-    if plan.platform == "cuda" and plan.ranks > 1:
+    if plan.ranks > 1:
         _ceilings(group, platform)
     context = Context(group, platform, _capacity(plan))
     engines = _open(plan, context)
     for collective in plan.collectives:
         for size in plan.sizes:
-            case = Case(collective, size, plan.dtype, plan.op, plan.ranks)
-            _measure(plan, context, engines, case)
-        size = max(_HOST_BYTES, smallest(plan.ranks, plan.dtype))
-        case = Case(collective, size, plan.dtype, plan.op, plan.ranks)
-        _host_cost(plan, context, engines, case)
+            for in_place in plan.placements:
+                case = plan.case(collective, size, in_place=in_place)
+                _measure(plan, context, engines, case)
+            _tell_first(group, "step", f"{collective} of {show_bytes(size)}")
+        if plan.host_cost:
+            size = max(_HOST_BYTES, smallest(plan.ranks, plan.dtype))
+            _host_cost(plan, context, engines, plan.case(collective, size))
     group.tell("done")
     for engine in engines.values():
         engine.close()
@@ -107,11 +135,14 @@ def _tell_first(group: Group, kind: str, value: object) -> None:
 
 
 def _ceilings(group: Group, platform: Platform) -> None:
-    """Rank 0 measures; the others keep their devices quiet meanwhile."""
-    if group.rank == 0:
-        from .ceilings import measure
+    """On GPUs rank 0 measures; the others keep their devices quiet meanwhile."""
+    from .ceilings import measure, measure_host
 
-        group.tell("begin", "the ceilings")
+    group.tell("begin", "the ceilings")
+    if platform.name == "host":
+        for row in measure_host(group):
+            group.tell("row", row)
+    elif group.rank == 0:
         try:
             for row in measure(platform.xp):
                 group.tell("row", row)
@@ -194,8 +225,16 @@ def _make(name: str, context: Context) -> tuple[Engine | None, str]:
 
 def _give(context: Context, case: Case, job: Job) -> None:
     """Write the input, where this rank has one."""
-    if case.collective != "broadcast" or context.rank == 0:
+    if case.gives(context.rank):
         data.fill(context.platform.xp, case, context.rank, job.send)
+
+
+def _rest(context: Context, case: Case, job: Job) -> None:
+    """Write an input that many calls leave as it is: see :mod:`.data`."""
+    if case.in_place and case.reduces:
+        data.clear(job.send)
+    else:
+        _give(context, case, job)
 
 
 def _check(context: Context, engine: Engine, case: Case, job: Job, call: Callable[[], Any]) -> None:
@@ -212,17 +251,17 @@ def _check(context: Context, engine: Engine, case: Case, job: Job, call: Callabl
         _give(context, case, job)
         platform.synchronize()
 
-    def after() -> str:
+    def after() -> tuple[int, str]:
         call()
         platform.synchronize()
         return data.mistake(platform.xp, case, rank, job.recv)
 
     _together(group, engine.errors, before)
     # It ends in a vote, so no rank fills its buffers again while a peer may still read them.
-    (mistake,) = _together(group, engine.errors, after)
+    ((count, mistake),) = _together(group, engine.errors, after)
     mistakes = group.objection(mistake)
     if mistakes:
-        raise WrongResult(mistakes)
+        raise WrongResult(mistakes, sum(group.all_gather(count)))
 
 
 def _ready(plan: Plan, context: Context, engine: Engine, name: str, case: Case) -> _Lane:
@@ -235,7 +274,7 @@ def _ready(plan: Plan, context: Context, engine: Engine, name: str, case: Case) 
 
     def prepare() -> Job:
         job = engine.prepare(case)
-        _give(context, case, job)
+        _rest(context, case, job)
         for _ in range(max(plan.warm_up, 1)):  # what is made at the first call is not captured
             job.call()
         platform.synchronize()
@@ -243,13 +282,17 @@ def _ready(plan: Plan, context: Context, engine: Engine, name: str, case: Case) 
 
     (job,) = _together(group, engine.errors, prepare)
     calls = calls_of(plan, case.nbytes)
-    (replay,) = _together(group, engine.errors, lambda: platform.capture(job.call, calls))
-    if plan.check:
+    checked, replay = [job.call], repeat(job.call, calls)
+    if plan.graph:
+        (replay,) = _together(group, engine.errors, lambda: platform.capture(job.call, calls))
         repeatable = replay
-        if not engine.keeps_input:
+        if case.in_place or not engine.keeps_input:
             (repeatable,) = _together(group, engine.errors, lambda: platform.capture(job.call, 1))
-        for call in (job.call, repeatable):
+        checked.append(repeatable)
+    if plan.check:
+        for call in checked:
             _check(context, engine, case, job, call)
+        _together(group, engine.errors, lambda: _rest(context, case, job))
     return _Lane(name, job, replay)
 
 
@@ -262,7 +305,8 @@ def _lanes(
         context.group.tell("begin", f"{name}, {case}")
         refusal = engine.refuses(case)
         if refusal:
-            _tell_first(context.group, "refused", (name, case.collective, refusal))
+            where = f"{case.collective}{' in place' if case.in_place else ''}"
+            _tell_first(context.group, "refused", (name, where, refusal))
             continue
         lane, reason, wrong = _try(plan, context, engine, name, case)
         if lane is None:
@@ -275,27 +319,29 @@ def _lanes(
 
 def _try(
     plan: Plan, context: Context, engine: Engine, name: str, case: Case
-) -> tuple[_Lane | None, str, bool]:
-    """A lane, or why there is none, and whether that is a wrong result."""
+) -> tuple[_Lane | None, str, int]:
+    """A lane, or why there is none, and how many elements were wrong if that is why."""
     try:
-        return _ready(plan, context, engine, name, case), "", False
+        return _ready(plan, context, engine, name, case), "", 0
     except WrongResult as error:
-        return None, str(error), True
+        return None, str(error), error.wrong
     except Unavailable as error:
-        return None, str(error), False
+        return None, str(error), 0
 
 
 def _measure(plan: Plan, context: Context, engines: dict[str, Engine], case: Case) -> None:
     """Device time: the engines take turns, so that a slow moment of the machine hits all alike."""
-    lanes = _lanes(plan, context, engines, case, "device_us")
+    lanes = _lanes(plan, context, engines, case, plan.metric)
+    platform = context.platform
+    clock = platform.microseconds if plan.graph else platform.eager_microseconds
     calls = calls_of(plan, case.nbytes)
     times: dict[str, list[float]] = {lane.engine: [] for lane in lanes}
     for _ in range(ROUNDS):
         for lane in lanes:
             context.group.tell("begin", f"timing {lane.engine}, {case}")
             context.group.barrier()
-            times[lane.engine].append(context.platform.microseconds(lane.replay) / calls)
-    _figures(context, case, "device_us", times, calls)
+            times[lane.engine].append(clock(lane.replay) / calls)
+    _figures(plan, context, case, plan.metric, times, calls)
 
 
 def _host_cost(plan: Plan, context: Context, engines: dict[str, Engine], case: Case) -> None:
@@ -313,14 +359,19 @@ def _host_cost(plan: Plan, context: Context, engines: dict[str, Engine], case: C
             spent = time.thread_time_ns() - start
             context.platform.synchronize()
             times[lane.engine].append(spent / _HOST_CALLS / 1e3)
-    _figures(context, case, "host_us", times, _HOST_CALLS)
+    _figures(plan, context, case, "host_us", times, _HOST_CALLS)
 
 
 def _figures(
-    context: Context, case: Case, metric: str, times: dict[str, list[float]], calls: int
+    plan: Plan,
+    context: Context,
+    case: Case,
+    metric: str,
+    times: dict[str, list[float]],
+    calls: int,
 ) -> None:
     everyone = context.group.all_gather(times)
     for engine in times:
         of_all = [of_rank[engine] for of_rank in everyone]
-        row: Row = figure(case, engine, metric, of_all, calls)
+        row: Row = figure(case, engine, metric, of_all, calls) | {"checked": plan.check}
         _tell_first(context.group, "row", row)

@@ -1,11 +1,13 @@
 """The machine under the engines: arrays, and how calls are repeated and timed.
 
-On CUDA the calls of a figure are captured in a graph and timed with events. The graph is launched
-twice, and the second launch is timed: the first one lines the ranks up on the device, so neither
-the skew between the processes nor the launch from Python is in the figure.
+On CUDA a figure is that of a graph or of eager calls. The calls of a graph are captured and timed
+with events. The graph is launched twice, and the second launch is timed: the first one lines the
+ranks up on the device, so neither the skew between the processes nor the launch from Python is in
+the figure. Eager calls are repeated by Python, and a clock runs until the stream is done, as in
+nccl-tests: the launches are in the figure, as far as the device has to wait for them.
 
-Without a GPU the calls are repeated by Python and timed with a clock. That checks the harness, and
-the engines that need no GPU; the figures include the skew.
+Without a GPU the calls are repeated by Python and timed with a clock in either case; the figures
+include the skew.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["CudaPlatform", "HostPlatform", "Platform", "driver_version", "open_platform"]
+__all__ = ["CudaPlatform", "HostPlatform", "Platform", "driver_version", "open_platform", "repeat"]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -50,6 +52,10 @@ class Platform(Protocol):
         """How long a replay takes on this rank, all ranks replaying at once."""
         ...
 
+    def eager_microseconds(self, loop: Callable[[], object]) -> float:
+        """How long eager calls take, from the first of them to the end of the last."""
+        ...
+
 
 class HostPlatform:
     """NumPy and a clock."""
@@ -67,18 +73,17 @@ class HostPlatform:
 
     def capture(self, call: Callable[[], object], calls: int) -> Callable[[], object]:
         """A loop."""
-
-        def replay() -> None:
-            for _ in range(calls):
-                call()
-
-        return replay
+        return repeat(call, calls)
 
     def microseconds(self, replay: Callable[[], object]) -> float:
         """Wall clock."""
         start = time.perf_counter()
         replay()
         return (time.perf_counter() - start) * 1e6
+
+    def eager_microseconds(self, loop: Callable[[], object]) -> float:
+        """The same."""
+        return self.microseconds(loop)
 
 
 class CudaPlatform:
@@ -144,6 +149,23 @@ class CudaPlatform:
         self._end.record(self.stream)
         self._end.synchronize()
         return float(self.xp.cuda.get_elapsed_time(self._start, self._end)) * 1e3
+
+    def eager_microseconds(self, loop: Callable[[], object]) -> float:
+        """Wall clock, until the stream is done."""
+        start = time.perf_counter()
+        loop()
+        self.stream.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+
+def repeat(call: Callable[[], object], calls: int) -> Callable[[], object]:
+    """So many calls, one after the other."""
+
+    def loop() -> None:
+        for _ in range(calls):
+            call()
+
+    return loop
 
 
 def driver_version(file: Path) -> str:

@@ -76,6 +76,8 @@ class _Symmetric(Engine):
         """Sums of two types, with parts that a 16-byte access can read."""
         if case.collective != "all_reduce" or case.op != "sum":
             return "only sums, and only all_reduce"
+        if case.in_place:
+            return "its calls have an output of their own"
         if case.dtype not in _DTYPES:
             return f"only {' and '.join(_DTYPES)}"
         if case.part * case.type.itemsize % _ALIGNMENT:

@@ -12,7 +12,20 @@ import numpy as np
 from .group import Group
 from .platforms import Platform
 
-__all__ = ["COLLECTIVES", "DTYPES", "OPS", "Case", "Context", "Engine", "Job", "Unavailable"]
+__all__ = [
+    "COLLECTIVES",
+    "DTYPES",
+    "OPS",
+    "REDUCING",
+    "ROOTED",
+    "Case",
+    "Context",
+    "Engine",
+    "Job",
+    "Unavailable",
+    "places",
+    "unpaired",
+]
 
 COLLECTIVES = (
     "all_reduce",
@@ -21,7 +34,13 @@ COLLECTIVES = (
     "broadcast",
     "all_to_all",
     "send_recv",
+    "reduce",
+    "gather",
+    "scatter",
 )
+#: Those with an operation, and those with a root.
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 DTYPES = (
     "float32",
     "float64",
@@ -54,9 +73,14 @@ class Case:
     dtype: str
     op: str
     ranks: int
+    root: int = 0
+    #: Input and output are one array; where one of them is a part of the other's size, it is this
+    #: rank's part of it.
+    in_place: bool = False
 
     def __str__(self) -> str:
-        return f"{self.collective} of {self.asked:,} bytes"
+        where = " in place" if self.in_place else ""
+        return f"{self.collective}{where} of {self.asked:,} bytes"
 
     @property
     def type(self) -> np.dtype[Any]:
@@ -79,6 +103,12 @@ class Case:
         return self.count // self.ranks
 
     @property
+    def call_count(self) -> int:
+        """What nccl-tests calls count: elements of a rank's row of the call."""
+        whole = ("all_reduce", "broadcast", "reduce", "send_recv")
+        return self.count if self.collective in whole else self.part
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the larger buffer."""
         return self.count * self.type.itemsize
@@ -86,18 +116,31 @@ class Case:
     @property
     def send_count(self) -> int:
         """Elements a rank gives."""
-        return self.part if self.collective == "all_gather" else self.count
+        return self.part if self.collective in ("all_gather", "gather") else self.count
 
     @property
     def recv_count(self) -> int:
         """Elements a rank gets."""
-        return self.part if self.collective == "reduce_scatter" else self.count
+        return self.part if self.collective in ("reduce_scatter", "scatter") else self.count
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it has an operation."""
+        return self.collective in REDUCING
+
+    def gives(self, rank: int) -> bool:
+        """Whether the input of a rank matters."""
+        return rank == self.root or self.collective not in ("broadcast", "scatter")
+
+    def gets(self, rank: int) -> bool:
+        """Whether a rank has an output."""
+        return rank == self.root or self.collective not in ("reduce", "gather")
 
     @property
     def bus_bytes(self) -> float:
         """Bytes that must cross a link in each direction; what nccl-tests calls bus bandwidth."""
         share = (self.ranks - 1) / self.ranks
-        factor = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
+        factor = {"all_reduce": 2 * share, "broadcast": 1.0, "reduce": 1.0, "send_recv": 1.0}
         return self.nbytes * factor.get(self.collective, share)
 
 
@@ -128,6 +171,27 @@ class Job:
     send: Any
     recv: Any
     call: Callable[[], object]
+
+
+def places(case: Case, rank: int, send: Any, recv: Any) -> tuple[Any, Any]:
+    """Input and output of a case in two buffers of bytes, as flat arrays of its type.
+
+    In place both are in the second buffer.
+    """
+    size = case.type.itemsize
+    if case.in_place:
+        whole = recv[: case.nbytes]
+        mine = whole[rank * case.part * size :][: case.part * size]
+        send = mine if case.send_count < case.count else whole
+        recv = mine if case.recv_count < case.count else whole
+    given, taken = send[: case.send_count * size], recv[: case.recv_count * size]
+    return given.view(case.type), taken.view(case.type)
+
+
+def unpaired(case: Case) -> str:
+    """Why a rank would have nobody to exchange with, or nothing."""
+    odd = case.collective == "send_recv" and case.ranks % 2 == 1
+    return "needs an even number of ranks" if odd else ""
 
 
 class Engine(ABC):

@@ -1,16 +1,15 @@
-"""The parent of a run: starts a process for each rank, hears what they say, ends them in time."""
+"""The parent of a run: has a process started for each rank, hears them, ends them in time."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
-from .worker import Plan, run
+from .launch import Launcher, LaunchError, Spawned, UnderMpi
+from .worker import Plan
 
 __all__ = ["Outcome", "supervise"]
 
@@ -19,36 +18,16 @@ _FAREWELL = 20.0
 
 
 class Outcome(Exception):  # noqa: N818  how a run ended, if not well
-    """The run is over before its time; the message says why.
-
-    Args:
-        message: What happened.
-        late: Whether it was the deadline.
-    """
-
-    def __init__(self, message: str, *, late: bool) -> None:
-        super().__init__(message)
-        self.late = late
+    """The run is over before its time; the message says why."""
 
 
 class _Ranks:
-    """The processes, their pipes, and what each is at."""
+    """What each process is at, and what all have asked."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, launcher: Launcher) -> None:
         self._plan = plan
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self._launcher = launcher
         self._at = ["starting"] * plan.ranks
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for rank in range(self._plan.ranks):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            with theirs:
-                process = context.Process(target=run, args=(self._plan, rank, theirs), daemon=True)
-                process.start()
-            self._processes.append(process)
 
     def listen(self, hear: Callable[[str, Any], None]) -> None:
         """Pass messages on until every rank is done.
@@ -57,12 +36,12 @@ class _Ranks:
             Outcome: the deadline passed, or a rank ended before it was done.
         """
         asked: dict[int, object] = {}
-        working = dict(enumerate(self._pipes))
+        working = dict(enumerate(self._launcher.pipes))
         while working:
             left = self._plan.deadline - time.monotonic()
             ready = wait(list(working.values()), timeout=max(left, 0)) if left > 0 else []
             if not ready:
-                raise Outcome(f"the deadline has passed; {self._whereabouts()}", late=True)
+                raise Outcome(f"the deadline has passed; {self._whereabouts()}")
             for rank, pipe in list(working.items()):
                 if pipe not in ready:
                     continue
@@ -86,7 +65,7 @@ class _Ranks:
 
     def _answer(self, rank: int, values: list[object]) -> None:
         try:
-            self._pipes[rank].send(values)
+            self._launcher.pipes[rank].send(values)
         except ConnectionError:
             raise self._ended(rank) from None
 
@@ -94,29 +73,32 @@ class _Ranks:
         return "; ".join(f"rank {rank} was at: {at}" for rank, at in enumerate(self._at))
 
     def _ended(self, rank: int) -> Outcome:
-        process = self._processes[rank]
-        process.join(timeout=1.0)
-        return Outcome(
-            f"rank {rank} ended with exit code {process.exitcode} at: {self._at[rank]}", late=False
-        )
+        return Outcome(f"{self._launcher.ended(rank)} at: {self._at[rank]}")
 
     def farewell(self) -> list[int]:
         """Wait a while for the ranks to end; those that did not end well."""
-        until = min(time.monotonic() + _FAREWELL, self._plan.deadline)
-        for process in self._processes:
-            process.join(timeout=max(until - time.monotonic(), 0))
-        return [rank for rank, process in enumerate(self._processes) if process.exitcode != 0]
+        return self._launcher.unwell(min(time.monotonic() + _FAREWELL, self._plan.deadline))
 
-    def end(self) -> None:
-        """Kill what still runs. Local and bounded."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(timeout=5.0)
-            with contextlib.suppress(ValueError):  # not dead yet: the system will see to it
-                process.close()
-        for pipe in self._pipes:
-            pipe.close()
+
+def _start(plan: Plan, hear: Callable[[str, Any], None]) -> tuple[Plan, Launcher]:
+    """Start the processes, by mpiexec where that is of use and works."""
+    if plan.platform == "host" and "mpi" in plan.engines:
+        under = UnderMpi()
+        try:
+            under.start(plan)
+        except LaunchError as error:
+            hear("unavailable", ("mpi", str(error)))
+            others = tuple(name for name in plan.engines if name != "mpi")
+            plan = replace(plan, engines=others)
+        else:
+            return plan, under
+    spawned = Spawned()
+    try:
+        spawned.start(plan)
+    except BaseException:
+        spawned.end()
+        raise
+    return plan, spawned
 
 
 def supervise(plan: Plan, hear: Callable[[str, Any], None]) -> list[int]:
@@ -125,7 +107,8 @@ def supervise(plan: Plan, hear: Callable[[str, Any], None]) -> list[int]:
     Args:
         plan: What to measure.
         hear: Is told ``("about", dict)``, ``("unavailable", (engine, reason))``, ``("refused",
-            (engine, collective, reason))`` and ``("row", row)`` as they come.
+            (engine, collective, reason))``, ``("row", row)`` and, when a size of a collective is
+            done, ``("step", words)``, as they come.
 
     Returns:
         Ranks that measured everything but did not close well; they have been ended.
@@ -133,10 +116,10 @@ def supervise(plan: Plan, hear: Callable[[str, Any], None]) -> list[int]:
     Raises:
         Outcome: the run did not come to its end; no process of it is left.
     """
-    ranks = _Ranks(plan)
+    plan, launcher = _start(plan, hear)
+    ranks = _Ranks(plan, launcher)
     try:
-        ranks.start()
         ranks.listen(hear)
         return ranks.farewell()
     finally:
-        ranks.end()
+        launcher.end()

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import cupy_zc
 
-from .api import Case, Context, Engine, Job, Unavailable
-from .nccl import unpaired
+from .api import Case, Context, Engine, Job, Unavailable, places, unpaired
 
 __all__ = ["Plain", "Registered"]
 
@@ -57,13 +56,11 @@ class Registered(Engine):
 
     def refuses(self, case: Case) -> str:
         """Pairs need an even number of ranks."""
-        return "needs an even number of ranks" if unpaired(case) else ""
+        return unpaired(case)
 
     def prepare(self, case: Case) -> Job:
         """Views of the two buffers. ``broadcast`` works in place, as in ``cupyx.distributed``."""
-        size = case.type.itemsize
-        recv = self.recv[: case.recv_count * size].view(case.type)
-        send = self.send[: case.send_count * size].view(case.type)
+        send, recv = places(case, self.context.rank, self.send, self.recv)
         if case.collective == "broadcast":
             send = recv
         call = self._call(case, send, recv)
@@ -78,10 +75,16 @@ class Registered(Engine):
         if case.collective == "all_gather":
             return partial(comm.all_gather, send, recv, case.part)
         if case.collective == "broadcast":
-            return partial(comm.broadcast, recv, 0)
+            return partial(comm.broadcast, recv, case.root)
+        if case.collective == "reduce":
+            return partial(comm.reduce, send, recv, case.root, case.op)
         if case.collective == "send_recv":
             return partial(comm.send_recv, send, recv, self.context.rank ^ 1)
         shape = (case.ranks, case.part)
+        if case.collective == "gather":
+            return partial(comm.gather, send, recv.reshape(shape), case.root)
+        if case.collective == "scatter":
+            return partial(comm.scatter, send.reshape(shape), recv, case.root)
         return partial(comm.all_to_all, send.reshape(shape), recv.reshape(shape))
 
     def versions(self) -> dict[str, str]:

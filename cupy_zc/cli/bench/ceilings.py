@@ -1,23 +1,28 @@
 """What the link between two GPUs can do: kernels that read or write the peer, and copy engines.
 
 One process drives both devices, so "both at once" needs no agreement between processes. Peer
-access is opened for the measurement and closed again.
+access is opened for the measurement and closed again. Without a GPU it is what ``memcpy`` does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from .group import Group
 from .report import Row, ceiling
 
-__all__ = ["NBYTES", "measure"]
+__all__ = ["NBYTES", "measure", "measure_host"]
 
 #: What is copied at a time: 256 MiB, in gulps of 64 bytes a thread.
 NBYTES = 256 << 20
+_HOST_BYTES = 32 << 20
 _REPEATS = 10
 _ROUNDS = 7
 _THREADS = 512
@@ -93,6 +98,27 @@ def _seconds(cupy: Any, copy: Callable[[_Side, _Side], None], pairs: list[Any]) 
         side.end.synchronize()
     slowest: float = max(cupy.cuda.get_elapsed_time(s.start, s.end) for s, _ in pairs)
     return slowest / 1e3 / _REPEATS
+
+
+def measure_host(group: Group) -> list[Row]:
+    """Copies between two arrays of NumPy: of one rank, and of all at once. Collective.
+
+    Returns:
+        A ceiling on rank 0, nothing elsewhere.
+    """
+    source, target = np.ones(_HOST_BYTES, np.uint8), np.zeros(_HOST_BYTES, np.uint8)
+    rates = []
+    for first in (1, group.size):
+        times = []
+        for _ in range(_ROUNDS):
+            group.barrier()
+            start = time.perf_counter()
+            if group.rank < first:
+                np.copyto(target, source)
+            times.append(time.perf_counter() - start)
+        slowest = map(max, *group.all_gather(times)[:first], [0.0] * _ROUNDS)
+        rates.append(_HOST_BYTES / statistics.median(slowest) / 1e9)
+    return [ceiling("memory copy", _HOST_BYTES, *rates)] if group.rank == 0 else []
 
 
 def measure(cupy: Any, devices: tuple[int, int] = (0, 1)) -> list[Row]:

@@ -1,7 +1,4 @@
-"""What ``benchmarks/collectives.py`` is made of: engines, the machine under them, and the harness.
-
-An engine is a class that can enqueue collectives; :data:`ENGINES` names those that are measured.
-"""
+"""The engines that can be measured: classes that enqueue collectives, by name."""
 
 from __future__ import annotations
 
@@ -9,19 +6,22 @@ import importlib
 
 from .api import Engine, Unavailable
 
-__all__ = ["ENGINES", "load"]
+__all__ = ["ENGINES", "GROUPS", "load"]
 
 #: Name on the command line -> ``module:class``. The order is that of the columns.
 ENGINES: dict[str, str] = {
-    "cupy-zc": "peers.own:Registered",
-    "cupy-zc-plain": "peers.own:Plain",
-    "nccl": "peers.nccl:Nccl",
-    "nccl-registered": "peers.nccl:NcclRegistered",
-    "nccl-window": "peers.nccl:NcclWindow",
-    "nccl4py": "peers.nccl4py:Nccl4py",
-    "torch-one-shot": "peers.torch_symmetric:OneShot",
-    "torch-two-shot": "peers.torch_symmetric:TwoShot",
+    "cupy-zc": "cupy_zc.cli.bench.own:Registered",
+    "cupy-zc-plain": "cupy_zc.cli.bench.own:Plain",
+    "nccl": "cupy_zc.cli.bench.nccl:Nccl",
+    "nccl-registered": "cupy_zc.cli.bench.nccl:NcclRegistered",
+    "nccl-window": "cupy_zc.cli.bench.nccl:NcclWindow",
+    "nccl4py": "cupy_zc.cli.bench.nccl4py:Nccl4py",
+    "torch-one-shot": "cupy_zc.cli.bench.torch_symmetric:OneShot",
+    "torch-two-shot": "cupy_zc.cli.bench.torch_symmetric:TwoShot",
+    "mpi": "cupy_zc.cli.bench.mpi:Mpi",
 }
+#: Names for several of them.
+GROUPS: dict[str, tuple[str, ...]] = {"torch": ("torch-one-shot", "torch-two-shot")}
 
 
 def load(name: str) -> type[Engine]:

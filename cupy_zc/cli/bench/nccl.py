@@ -11,14 +11,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from .api import Case, Context, Engine, Job, Unavailable
+from .api import Case, Context, Engine, Job, Unavailable, places, unpaired
 from .libraries import call, cupy_nccl, library
 
-__all__ = ["WINDOWS_SINCE", "Nccl", "NcclRegistered", "NcclWindow", "refused_on_window"]
+__all__ = [
+    "WINDOWS_SINCE",
+    "Nccl",
+    "NcclRegistered",
+    "NcclWindow",
+    "letters",
+    "refused",
+    "refused_on_window",
+]
 
 #: The first NCCL with symmetric windows, as ``ncclGetVersion`` counts.
 WINDOWS_SINCE = 22700
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+
+
+def refused(case: Case) -> str:
+    """Why NCCL does not run a case, or nothing."""
+    if case.in_place and case.collective in ("all_to_all", "send_recv"):
+        return "NCCL sends and receives in different buffers only"
+    return unpaired(case)
 
 
 def refused_on_window(case: Case) -> str:
@@ -51,14 +66,12 @@ class Nccl(Engine):
             return cupy.empty(self.context.capacity, cupy.uint8)
 
     def refuses(self, case: Case) -> str:
-        """Pairs need an even number of ranks."""
-        return "needs an even number of ranks" if unpaired(case) else ""
+        """What NCCL cannot do."""
+        return refused(case)
 
     def prepare(self, case: Case) -> Job:
         """Views of the two buffers."""
-        size = case.type.itemsize
-        send = self.send[: case.send_count * size].view(case.type)
-        recv = self.recv[: case.recv_count * size].view(case.type)
+        send, recv = places(case, self.context.rank, self.send, self.recv)
         return Job(send, recv, self._call(case, send.data.ptr, recv.data.ptr))
 
     def _call(self, case: Case, send: int, recv: int) -> Callable[[], object]:
@@ -72,18 +85,23 @@ class Nccl(Engine):
         if case.collective == "all_gather":
             return partial(comm.allGather, send, recv, case.part, kind, stream)
         if case.collective == "broadcast":
-            return partial(comm.broadcast, send, recv, case.count, kind, 0, stream)
-        nbytes = case.part * case.type.itemsize
-        peers = [(peer, peer * nbytes) for peer in range(case.ranks)]
-        count = case.part
-        if case.collective == "send_recv":
-            peers, count = [(self.context.rank ^ 1, 0)], case.count
+            return partial(comm.broadcast, send, recv, case.count, kind, case.root, stream)
+        if case.collective == "reduce":
+            return partial(comm.reduce, send, recv, case.count, kind, op, case.root, stream)
+        return self._exchange(case, send, recv, kind)
+
+    def _exchange(self, case: Case, send: int, recv: int, kind: int) -> Callable[[], object]:
+        """A group of point-to-point calls, which is how NCCL's users make the others."""
+        comm, stream = self.comm, self.context.platform.stream.ptr
+        gives, takes = letters(case, self.context.rank)
+        count = case.count if case.collective == "send_recv" else case.part
         start, end = self.nccl.groupStart, self.nccl.groupEnd
 
         def exchange() -> None:
             start()
-            for peer, offset in peers:
+            for peer, offset in gives:
                 comm.send(send + offset, count, kind, peer, stream)
+            for peer, offset in takes:
                 comm.recv(recv + offset, count, kind, peer, stream)
             end()
 
@@ -99,9 +117,25 @@ class Nccl(Engine):
         self.comm.abort()
 
 
-def unpaired(case: Case) -> bool:
-    """Whether a rank would have nobody to exchange with."""
-    return case.collective == "send_recv" and case.ranks % 2 == 1
+def letters(case: Case, rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """To whom a rank sends and from whom it receives, each with the offset in bytes.
+
+    In place, the root's own part of a gather or a scatter is where it belongs already.
+    """
+    if case.collective == "send_recv":
+        return [(rank ^ 1, 0)], [(rank ^ 1, 0)]
+    nbytes = case.part * case.type.itemsize
+    rows = [
+        (peer, peer * nbytes)
+        for peer in range(case.ranks)
+        if not (case.in_place and peer == rank == case.root)
+    ]
+    mine = [] if case.in_place and rank == case.root else [(case.root, 0)]
+    if case.collective == "gather":
+        return mine, rows if rank == case.root else []
+    if case.collective == "scatter":
+        return rows if rank == case.root else [], mine
+    return rows, rows
 
 
 class NcclRegistered(Nccl):

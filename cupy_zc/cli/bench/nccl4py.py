@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .api import Case, Context, Engine, Job, Unavailable
+from .api import Case, Context, Engine, Job, Unavailable, places
 from .libraries import cupy_nccl
-from .nccl import WINDOWS_SINCE, refused_on_window, unpaired
+from .nccl import WINDOWS_SINCE, refused, refused_on_window
 
 __all__ = ["Nccl4py"]
 
@@ -45,14 +45,14 @@ class Nccl4py(Engine):
         return bytes(nccl.core.get_unique_id()) if context.rank == 0 else None
 
     def refuses(self, case: Case) -> str:
-        """Pairs need an even number of ranks, and windows are no place for a broadcast."""
-        return "needs an even number of ranks" if unpaired(case) else refused_on_window(case)
+        """Windows are no place for a broadcast, and what has a root is not measured here."""
+        if case.collective in ("reduce", "gather", "scatter"):
+            return "not measured through nccl4py; the engine nccl has it"
+        return refused(case) or refused_on_window(case)
 
     def prepare(self, case: Case) -> Job:
         """Views of the two windows."""
-        size = case.type.itemsize
-        send = self.buffers[0][: case.send_count * size].view(case.type)
-        recv = self.buffers[1][: case.recv_count * size].view(case.type)
+        send, recv = places(case, self.context.rank, *self.buffers)
         return Job(send, recv, self._call(case, send, recv))
 
     def _call(self, case: Case, send: Any, recv: Any) -> Callable[[], object]:

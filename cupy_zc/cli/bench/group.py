@@ -11,6 +11,9 @@ from typing import Any
 
 __all__ = ["DeadlinePassed", "Group"]
 
+#: Seconds that a rank waits longer than its parent, whose report says where every rank was.
+_GRACE = 3.0
+
 
 class DeadlinePassed(Exception):  # noqa: N818  it is what happened
     """The run may not go on."""
@@ -43,7 +46,7 @@ class Group:
             DeadlinePassed: the others did not come. EOFError: the parent has gone.
         """
         self._connection.send(("gather", value))
-        if not self._connection.poll(max(self._deadline - time.monotonic(), 0)):
+        if not self._connection.poll(max(self._deadline - time.monotonic(), 0) + _GRACE):
             raise DeadlinePassed(f"rank {self.rank} waited for the other ranks until the deadline")
         values: list[Any] = self._connection.recv()
         return values
