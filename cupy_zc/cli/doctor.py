@@ -30,14 +30,14 @@ __all__ = ["command", "verdict"]
 _STYLES = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold red"}
 
 
-@click.command("doctor")
+@click.command("doctor", epilog="Ranks: mpiexec -n 4 cupy-zc doctor --rank-table")
 @click.option(
     "--rank-table", "table", is_flag=True, help="Compare the ranks instead, under mpiexec."
 )
 @json_option
 @click.pass_context
 def command(ctx: click.Context, *, table: bool, as_json: bool) -> None:
-    r"""Look at this machine: software, GPUs, links, multicast, limits, container, network.
+    """Look at this machine: software, GPUs, links, multicast, limits, container, network.
 
     A line is OK; or limited: zero-copy between GPUs works, and something that could be is not; or
     missing: without it there is no zero-copy between GPUs. Exit code 1 where a line is missing, or
@@ -45,9 +45,6 @@ def command(ctx: click.Context, *, table: bool, as_json: bool) -> None:
 
     No multicast object is created. Where there are several GPUs, a process of its own makes a
     communicator of them and tests every link.
-
-    \b
-        mpiexec -n 4 cupy-zc doctor --rank-table
     """
     if table:
         ctx.exit(rank_table(as_json=as_json))
