@@ -23,8 +23,8 @@ class MulticastStatus:
     Equal on all ranks, but for the words: a rank adds what it could not undo.
     """
 
-    #: "off": nobody tried, by a switch or because it would not help; "unavailable": it cannot be
-    #: had, or failed its probe; "probing": it is being tried; "on".
+    #: It is "off" where nobody tried, by a switch or because it would not help; "unavailable" where
+    #: it cannot be had, or failed its probe; "probing" while it is being tried; or "on".
     state: Literal["off", "unavailable", "probing", "on"]
     #: The switch, or the words of the driver; empty where it is on.
     reason: str
