@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import launch, load
+from ..driver.api import KernelDriver
 from ..group.naming import name_ranks
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer, transfer_of
@@ -73,7 +72,7 @@ class DeviceEngine:
         deterministic: bool = False,
     ) -> None:
         driver = registry.driver
-        assert isinstance(driver, CudaDriver)  # the engine is chosen by the driver's name
+        assert isinstance(driver, KernelDriver)  # the engine is chosen by the driver's name
         self.rank = checker.rank
         self.size = checker.size
         self.done: Done | None = None
@@ -288,7 +287,7 @@ class DeviceEngine:
         args.input_location = self._locate(source) if plan.input_remote else STAGED
         args.output_location = self._locate(target) if plan.output_remote else STAGED
         args.windows, args.arenas = self._windows.address, self._windows.arenas
-        launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
+        shape.launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
         if call.operation is Operation.BARRIER:
             return
         transfer = shape.transfer
@@ -340,7 +339,7 @@ class DeviceEngine:
 
     def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
-        function = load(self._device, kernel_of(call, plan, self._machine))
+        function = self._driver.load(self._device, kernel_of(call, plan, self._machine))
         args = lane.args()
         args.count = call.columns
         args.fingerprint = fingerprint(call)
@@ -349,7 +348,10 @@ class DeviceEngine:
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         transfer = transfer_of(call, plan.algorithm, self.size)
-        return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
+        return Shape(
+            plan, function, args, ctypes.addressof(parameters), parameters, self._driver.launch,
+            transfer,
+        )  # fmt: skip
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
         """What any collective of one rank is."""

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 
-from ..driver.cuda import CudaDriver
+from ..driver.api import KernelDriver
 from ..errors import Error
 from ..registration import Registry, SymmetricHeap
 from .device_args import MAX_RANKS, STAGED, Args, Record, Sizes, nanoseconds
@@ -35,7 +35,7 @@ class Records:
     #: The last one of a lane, and that of mail.
     LAST, MAIL = COUNT - 2, COUNT - 1
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: KernelDriver) -> None:
         self._memory = driver.mapped_memory(self.BYTES * self.COUNT)
         self.address: int = self._memory.ptr
 

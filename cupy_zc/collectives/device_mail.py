@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch, load
+from ..driver.api import KernelDriver, KernelName
 from ..errors import MismatchError
 from ..memory import MemoryPool
 from ..registration import Registry, SymmetricHeap, SymmetricMemory
@@ -89,6 +88,7 @@ class MailSizes(NamedTuple):
 class MailLaunch(NamedTuple):
     """A launch of the kernel, which can be made again."""
 
+    driver: KernelDriver
     function: int
     blocks: int
     #: Address of the array of addresses of parameters, and what keeps it.
@@ -99,7 +99,7 @@ class MailLaunch(NamedTuple):
 
     def __call__(self, stream: Any) -> None:
         """Launch on a stream."""
-        launch(self.function, self.blocks, THREADS, stream, self.parameters)
+        self.driver.launch(self.function, self.blocks, THREADS, stream, self.parameters)
 
 
 class DeviceMail:
@@ -126,7 +126,7 @@ class DeviceMail:
         budget: float,
     ) -> None:
         driver = registry.driver
-        assert isinstance(driver, CudaDriver)
+        assert isinstance(driver, KernelDriver)
         self._driver = driver
         self._device = registry.device
         self._checker = checker
@@ -136,7 +136,7 @@ class DeviceMail:
         offset = heap.offset(area)
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
         self._area = area
-        self._function = load(self._device, KernelName("mail.cu", "mail"))
+        self._function = driver.load(self._device, KernelName("mail.cu", "mail"))
         self._pool = MemoryPool(driver=driver)
         self._streams: dict[int, Any] = {}
         #: Of a send that may wait: all of them together leave the collectives their room.
@@ -229,7 +229,7 @@ class DeviceMail:
                 blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(
-            self._function, blocks, ctypes.addressof(parameters), (args, parameters),
+            self._driver, self._function, blocks, ctypes.addressof(parameters), (args, parameters),
             functools.partial(self._in_turn, peer),
         )  # fmt: skip
         made(stream)
