@@ -23,6 +23,7 @@ from emulated_kernels import EmulatedKernel, KernelLibrary
 
 import cupy_zc.driver
 from cupy_zc.collectives import device_mail, device_plan, device_setup
+from cupy_zc.collectives.device_plan import KEPT_FREE
 from cupy_zc.driver.api import KernelName
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.driver.host_plain import HostPlainMemory
@@ -30,7 +31,7 @@ from cupy_zc.driver.host_queue import Point, Work, run_queues
 from cupy_zc.driver.host_result import Result, refused
 from cupy_zc.driver.host_stream import HostStream
 
-__all__ = ["EmulatedDriver", "small_blocks", "the_cuda_driver"]
+__all__ = ["EmulatedDriver", "emulated_device"]
 
 #: Threads of a block where tests make them few. Kernels ask for a multiple of 32.
 THREADS = 32
@@ -61,7 +62,7 @@ _workers = _Workers()
 
 
 class DeviceStream(HostStream):
-    """A stream whose work runs in other threads; what is recorded runs in one of them as a whole."""
+    """A stream whose work runs in other threads; what was captured in one of them as a whole."""
 
     def submit(self, call: str, work: Work) -> None:
         """Put work in; it is not waited for."""
@@ -82,7 +83,7 @@ class DeviceStream(HostStream):
     def _carry_out(self, work: Work, end: Point) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - the next synchronize() raises it
+        except Exception as error:  # the next synchronize() raises it
             with self.streams.changed:
                 self._queue._errors.append(error)
         run_queues(end.reach())
@@ -101,7 +102,7 @@ class EmulatedDriver(HostDriver):
 
     def __init__(self, cache: Path, *, multiprocessors: int = 20, devices: int = 1) -> None:
         super().__init__(granularity=1 << 12, memory=1 << 34, devices=devices)
-        self._library = KernelLibrary(cache)
+        self.library = KernelLibrary(cache)
         self._multiprocessors = multiprocessors
         self._loaded: dict[KernelName, int] = {}
         self._seeds = itertools.count()
@@ -113,7 +114,7 @@ class EmulatedDriver(HostDriver):
     def load(self, device: int, name: KernelName) -> int:
         """The function of a kernel; the same on all devices."""
         del device
-        kernel = self._library.load(name)
+        kernel = self.library.load(name)
         number = self._loaded.setdefault(name, 1 + len(self._loaded))
         self.kernels.setdefault(number, kernel)
         return number
@@ -191,17 +192,14 @@ def _do(function: Callable[..., Any], *arguments: int) -> None:
 
 
 @contextlib.contextmanager
-def the_cuda_driver(driver: EmulatedDriver) -> Iterator[None]:
-    """Give this driver to all who ask for the one of the GPUs."""
+def emulated_device(cache: Path) -> Iterator[EmulatedDriver]:
+    """A device for up to three ranks of two blocks each, which is the CUDA driver for all who ask.
+
+    Blocks have few threads, each of which is a fiber.
+    """
+    driver = EmulatedDriver(cache, multiprocessors=KEPT_FREE + 6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy_zc.driver, "_cuda", lambda: driver)
-        yield
-
-
-@contextlib.contextmanager
-def small_blocks() -> Iterator[None]:
-    """Launch blocks of few threads, which a fiber each is for."""
-    with pytest.MonkeyPatch.context() as patch:
         for module in (device_mail, device_plan, device_setup):
             patch.setattr(module, "THREADS", THREADS)
-        yield
+        yield driver

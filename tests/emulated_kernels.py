@@ -1,15 +1,20 @@
-"""Kernels of ``cuda/`` as functions of this process: one shared library for each, by g++."""
+"""Kernels of ``cuda/`` as functions of this process: shared libraries, made by g++.
+
+Sources that are compiled for one element type and operation are one library together, and so are
+those that are compiled for none: most of the time goes into the headers of the emulation.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import os
 import re
 import subprocess
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from emulated import COMMON, ROOT, CompileError, compiler, included
@@ -18,11 +23,21 @@ from cupy_zc.driver.api import KernelName
 
 __all__ = ["EmulatedKernel", "KernelLibrary"]
 
-_FLAGS = ["-O1", "-DEMULATION_GRIDS", "-shared", "-fPIC", "-fvisibility=hidden"]
+_FLAGS = [
+    "-O1", "-DEMULATION_GRIDS", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+]  # fmt: skip
 _NAMED = re.compile(
     r"(?:CUPY_ZC_KERNEL\(|__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?)(\w+)[()]"
 )
 _MOST_PARAMETERS = 8
+#: What a source has that is compiled for an element type and an operation.
+_TYPED = "Selected"
+#: Sources that are a library of their own: its types are global, or it is compiled for more.
+_ALONE = {
+    "pattern.cu", "multimem_all_reduce.cu", "multimem_ll.cu", "multimem_move.cu",
+    "multimem_probe.cu", "multimem_reduce_scatter.cu",
+}  # fmt: skip
 
 
 class EmulatedKernel:
@@ -67,8 +82,7 @@ class KernelLibrary:
     def __init__(self, cache: Path) -> None:
         self._cache = cache
         self._lock = threading.Lock()
-        self._libraries: dict[tuple[str, tuple[str, ...]], ctypes.CDLL] = {}
-        self._works = itertools.count()
+        self._libraries: dict[tuple[tuple[str, ...], tuple[str, ...]], ctypes.CDLL] = {}
         self._sources = {
             path.name: path.read_text()
             for path in sorted(
@@ -78,35 +92,56 @@ class KernelLibrary:
 
     def load(self, name: KernelName) -> EmulatedKernel:
         """A kernel, compiled where these very sources never were."""
-        key = (name.source, name.defines)
+        key = (self._together(name.source), name.defines)
         with self._lock:
             library = self._libraries.get(key)
             if library is None:
                 library = self._libraries[key] = ctypes.CDLL(str(self._build(*key)))
         return EmulatedKernel(name, library)
 
-    def _build(self, source: str, defines: tuple[str, ...]) -> Path:
-        needed = included(self._sources, source) | included(self._sources, "grid.h")
-        texts = {file: self._sources[file] for file in needed}
-        functions = _NAMED.findall(self._sources[source])
-        text = f'#include "grid.h"\n\n#include "{source}"\n\n'
-        text += "".join(f"EMULATED_KERNEL({function})\n" for function in functions)
-        flags = [*COMMON, *_FLAGS, *(f"-D{define}" for define in defines)]
-        identity = repr((text, texts, flags, compiler()))
-        place = self._cache / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    def prepare(self, names: Iterable[KernelName]) -> None:
+        """Compile kernels, two at a time, which are loaded later."""
+        with ThreadPoolExecutor(2) as workers:
+            keys = {(self._together(name.source), name.defines) for name in names}
+            list(workers.map(lambda key: self._build(*key), sorted(keys)))
+
+    def _together(self, source: str) -> tuple[str, ...]:
+        """The sources of the library that a source is in."""
+        if source in _ALONE:
+            return (source,)
+        typed = _TYPED in self._sources[source]
+        return tuple(
+            other
+            for other, text in self._sources.items()
+            if other.endswith(".cu") and other not in _ALONE and (_TYPED in text) == typed
+        )
+
+    def _build(self, sources: tuple[str, ...], defines: tuple[str, ...]) -> Path:
+        needed = included(self._sources, "grid.h").union(
+            *(included(self._sources, source) for source in sources)
+        )
+        texts = {file: self._sources[file] for file in sorted(needed)}
+        lines = ['#include "grid.h"', ""]
+        for source in sources:
+            functions = _NAMED.findall(self._sources[source])
+            lines += [f'#include "{source}"', *map("EMULATED_KERNEL({})".format, functions)]
+        texts["kernel.cpp"] = "\n".join(lines) + "\n"
+        command = [compiler(), *COMMON, *_FLAGS, *(f"-D{define}" for define in defines)]
+        identity = repr((texts, command))
+        place = (
+            self._cache / f"{sources[0]}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+        )
         if place.exists():
             os.utime(place)
             return place
-        work = self._cache / f"{place.stem}.{os.getpid()}.{next(self._works)}"
-        work.mkdir(parents=True)
-        for file, content in {**texts, "kernel.cpp": text}.items():
-            (work / file).write_text(content)
-        command = [compiler(), *flags, "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-        done = subprocess.run(
-            [*command, "kernel.cpp", "-o", "kernel.so"],
-            cwd=work, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        if done.returncode or "warning:" in done.stderr:
-            raise CompileError(done.stderr[:4000])
-        (work / "kernel.so").rename(place)
+        with tempfile.TemporaryDirectory(dir=self._cache) as folder:
+            for file, content in texts.items():
+                (Path(folder) / file).write_text(content)
+            done = subprocess.run(
+                [*command, "kernel.cpp", "-o", "kernel.so"],
+                cwd=folder, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            if done.returncode or "warning:" in done.stderr:
+                raise CompileError(done.stderr[:4000])
+            (Path(folder) / "kernel.so").rename(place)
         return place
