@@ -6,8 +6,8 @@ The engine, its kernels and the package around them are the ones of a GPU; the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import ctypes
+import threading
 from typing import Any
 
 import collective_workers as work
@@ -15,48 +15,21 @@ import cupy
 import numpy as np
 import pytest
 from collective_workers import Buffers, got, meet, put
-from emulated import build_directory
-from emulated_driver import EmulatedDriver, emulated_device
+from device_ranks import device, filled, ranks
+from emulated_driver import EmulatedDriver
 
-import cupy_zc
-from cupy_zc import Communicator, MemoryPool, MismatchError
+from cupy_zc import Communicator, MemoryPool
 from cupy_zc.collectives import device_plan
-from cupy_zc.collectives.device_calls import RepeatedCall
+from cupy_zc.collectives.device_args import Args
 from cupy_zc.collectives.plan import Operation
-from cupy_zc.driver.api import KernelName
+
+__all__ = ["device"]  # a fixture
 
 pytestmark = pytest.mark.timeout(200)
 
 F4 = np.dtype("f4")
-#: What this module runs, compiled side by side.
-KERNELS = [
-    KernelName("ll128.cu", "", ("CUPY_ZC_ELEMENT=float", "CUPY_ZC_OPERATION=Sum")),
-    KernelName("mail.cu", ""),
-    KernelName("pattern.cu", ""),
-]
 #: Thresholds in bytes, by ranks: a largest that has no row, a smallest that all have.
 NONE, ALL = {8: 0}, {8: 1}
-
-
-@pytest.fixture(scope="module")
-def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDriver]:
-    with emulated_device(build_directory(request.config)) as driver:
-        driver.library.prepare(KERNELS)
-        yield driver
-
-
-@contextmanager
-def ranks(n: int, driver: EmulatedDriver, **options: Any) -> Iterator[list[Communicator]]:
-    with work.communicators(n, driver=driver, **{"register": "manual", **options}) as comms:
-        yield comms
-
-
-def filled(comm: Communicator, numbers: Any) -> cupy.ndarray:
-    """A registered array with these numbers. Collective."""
-    values = np.asarray(numbers)
-    array = comm.empty(values.shape, values.dtype)
-    put(array, values)
-    return array
 
 
 def choose(patch: pytest.MonkeyPatch, algorithms: str) -> None:
@@ -124,5 +97,173 @@ def test_every_dtype_and_op_does_what_numpy_says(
             buffers = Buffers.of(comm)
             for case in work.cases(n):
                 work.check(comm, case, buffers)
+
+        work.run(comms, body)
+
+
+def test_where_lines_do_not_come_whole_another_protocol_is_taken(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends a warning that could not be worded, so that no communicator was made at all."""
+    spoilt = threading.Lock()
+
+    def launch(function: int, blocks: int, threads: int, stream: Any, parameters: int) -> None:
+        EmulatedDriver.launch(device, function, blocks, threads, stream, parameters)
+        name = device.kernels[function].name.function
+        if name == "ll128_all_gather" and spoilt.acquire(blocking=False):
+            args = Args.from_address(ctypes.c_uint64.from_address(parameters).value)
+            row = args.output + (1 - args.rank) * args.count
+            device.copy(row + 4, row, 8, stream)
+
+    monkeypatch.setattr(device, "launch", launch)
+    with ranks(2, device) as comms:
+        monkeypatch.undo()
+        assert "do not keep lines of 128 bytes whole (rank" in caplog.text
+        assert {comm._engine._machine.whole_lines for comm in comms} == {False}
+        cases = [case for case in quick_cases(2) if case.count]
+
+        def body(comm: Communicator) -> set[str]:
+            buffers, seen = Buffers.of(comm), set()
+            for case in cases[::3]:
+                work.check(comm, case, buffers)
+                assert comm.last_transfer is not None
+                seen.add(comm.last_transfer.algorithm)
+            return seen
+
+        for seen in work.run(comms, body):
+            assert seen == {"ll", "two_shot", "one_shot", "push"}
+
+
+def test_the_ranks_of_a_split_call_each_other(device: EmulatedDriver) -> None:
+    with ranks(3, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            part = comm.split(comm.rank // 2, -comm.rank)
+            assert part is not None
+            assert part.backend == "device"
+            with part:
+                array = filled(part, np.full(100, comm.rank + 1, "f4"))
+                whole = filled(comm, np.full(100, comm.rank + 1, "f4"))
+                meet(comm)
+                part.all_reduce(array, array)
+                comm.all_reduce(whole, whole)
+                part.synchronize()
+                meet(comm)
+                assert (got(array) == 3).all()  # 1 + 2, and the third by itself
+                assert (got(whole) == 6).all()
+                assert part.rank == (1 - comm.rank if comm.rank < 2 else 0)
+
+        work.run(comms, body)
+
+
+# Calls that are made again
+
+
+def test_a_loop_repeats_its_call_until_registrations_change(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another ends where peers still find an array at the place where it was staged before."""
+    with ranks(2, device) as comms:
+        choose(monkeypatch, "large")
+
+        def body(comm: Communicator) -> None:
+            pool = MemoryPool(driver=device, segment_size=1 << 16)
+            array = cupy.ndarray(3000, "f4", pool.malloc(12000))
+            put(array, np.full(3000, comm.rank + 1, "f4"))
+            stream = device.current_stream()
+
+            def again() -> bool:
+                repeat = comm._engine.repeat()
+                return repeat is not None and repeat.launch(stream)
+
+            meet(comm)
+            comm.all_reduce(array, array)
+            assert again()
+            comm.all_reduce(array, array)
+            meet(comm)
+            assert (got(array) == 12).all()
+            assert comm.last_transfer is not None
+            assert not comm.last_transfer.zero_copy
+            with comm.register(array):
+                assert not again()
+                comm.all_reduce(array, array)
+                assert again()
+                meet(comm)
+                assert comm.last_transfer.zero_copy, comm.last_transfer
+                assert (got(array) == 48).all()
+            comm.collect()
+            assert not again()
+            comm.all_reduce(array, array)
+            meet(comm)
+            assert not comm.last_transfer.zero_copy
+            assert (got(array) == 96).all()
+
+        work.run(comms, body)
+
+
+def test_more_arenas_than_the_first_table_has_are_reached(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranks(2, device) as comms:
+        choose(monkeypatch, "large")
+
+        def body(comm: Communicator) -> None:
+            first = filled(comm, np.full(50, comm.rank + 1, "f4"))
+            comm.all_reduce(first, first)
+            meet(comm)
+            table = comm._engine._windows
+            before, small = table.address, table.arenas
+            pools = [MemoryPool(driver=device, segment_size=1 << 12) for _ in range(small + 3)]
+            arrays = [cupy.ndarray(50, "f4", pool.malloc(200)) for pool in pools]
+            for array in arrays:
+                comm.register(array)
+            for number, array in enumerate(arrays):
+                put(array, np.full(50, number + comm.rank, "f4"))
+            meet(comm)
+            for array in arrays:
+                comm.all_reduce(array, array)
+            comm.all_reduce(first, first)
+            meet(comm)
+            assert comm.last_transfer is not None
+            assert comm.last_transfer.zero_copy
+            assert table.arenas > small
+            assert table.address != before
+            for number, array in enumerate(arrays):
+                assert (got(array) == 2 * number + 1).all()
+            assert (got(first) == 6).all()
+
+        work.run(comms, body)
+
+
+# Streams
+
+
+def test_calls_on_two_streams_come_one_after_the_other(device: EmulatedDriver) -> None:
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            one, other = (device.make_stream() for _ in range(2))
+            array = filled(comm, np.full(5000, comm.rank + 1, "f4"))
+            meet(comm)
+            for _ in range(10):
+                comm.all_reduce(array, array, stream=one)
+                comm.all_reduce(array, array, stream=other)
+            meet(comm)
+            np.testing.assert_array_equal(got(array), np.full(5000, 3 * 2**19, "f4"))
+
+        work.run(comms, body)
+
+
+def test_ranks_that_share_a_device_may_use_the_null_stream(device: EmulatedDriver) -> None:
+    with ranks(2, device) as comms:
+        null = device._streams.null[0]
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.full(1000, comm.rank + 1, "f4"))
+            meet(comm)
+            for _ in range(5):
+                comm.all_reduce(array, array, stream=null)
+            assert (got(array) == 48).all()
+            meet(comm)
 
         work.run(comms, body)
