@@ -189,7 +189,11 @@ def test_a_message_that_does_not_come_is_named_in_time(device: EmulatedDriver) -
         close_all(comms)
 
 
-def test_a_rank_that_closes_is_not_waited_for_until_the_time_is_up(device: EmulatedDriver) -> None:
+@pytest.mark.parametrize("late", [0.0, 1.5])
+def test_a_rank_that_closes_is_not_waited_for_until_the_time_is_up(
+    device: EmulatedDriver, late: float
+) -> None:
+    """It ends the blame of a rank that came, and had gone because of the one that did not."""
     with ranks(3, device, timeout=60) as comms:
 
         def body(comm: Communicator) -> None:
@@ -198,6 +202,7 @@ def test_a_rank_that_closes_is_not_waited_for_until_the_time_is_up(device: Emula
             if comm.rank == 2:
                 comm.close()
                 return
+            time.sleep(late * comm.rank)  # until rank 0 has gone as well
             begin = time.monotonic()
             comm.all_reduce(array, array)
             with pytest.raises(PeerTimeoutError, match="rank 2 ended and cannot come"):
