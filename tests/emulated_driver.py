@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 from emulated_kernels import EmulatedKernel, KernelLibrary
 
+import cupy_zc.arrays
 import cupy_zc.driver
 from cupy_zc.collectives import device_mail, device_plan, device_setup
+from cupy_zc.collectives.device_args import MAX_RANKS
 from cupy_zc.collectives.device_plan import KEPT_FREE
 from cupy_zc.driver.api import KernelName
 from cupy_zc.driver.host import HostDriver
@@ -35,6 +37,13 @@ __all__ = ["EmulatedDriver", "emulated_device"]
 
 #: Threads of a block where tests make them few. Kernels ask for a multiple of 32.
 THREADS = 32
+#: Where algorithms change over, in bytes: smaller than on a GPU, in the same order. The self-test
+#: of lines has rows of 64 KiB.
+SIZES = {
+    "LL128_ONE_STEP": 64 << 10, "LL128_TWO_STEPS": 128 << 10, "LL128_ROW": 64 << 10,
+    "LL_ONE_STEP": 16 << 10, "PUSH_REDUCE": 512 << 10, "PUSH_REDUCE_SCATTER": 256 << 10,
+    "CHUNK": 64 << 10,
+}  # fmt: skip
 
 
 class _Workers:
@@ -195,11 +204,15 @@ def _do(function: Callable[..., Any], *arguments: int) -> None:
 def emulated_device(cache: Path) -> Iterator[EmulatedDriver]:
     """A device for up to three ranks of two blocks each, which is the CUDA driver for all who ask.
 
-    Blocks have few threads, each of which is a fiber.
+    Blocks have few threads, each of which is a fiber, and lanes are small. ``view``, ``asnumpy``
+    and ``copyto`` reach its arrays as those of the host.
     """
     driver = EmulatedDriver(cache, multiprocessors=KEPT_FREE + 6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy_zc.driver, "_cuda", lambda: driver)
+        patch.setattr(cupy_zc.arrays, "on_host", lambda array: True)
         for module in (device_mail, device_plan, device_setup):
             patch.setattr(module, "THREADS", THREADS)
+        for name, value in SIZES.items():
+            patch.setattr(device_plan, name, value if name == "CHUNK" else {MAX_RANKS: value})
         yield driver

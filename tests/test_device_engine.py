@@ -84,6 +84,49 @@ def test_every_collective_does_what_numpy_says(
             assert n == 1 or seen >= wanted[algorithms]
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("count", [1000, 20_000, 33_003, 75_001, 200_000])
+def test_arrays_of_all_sizes_are_reduced_gathered_and_exchanged(
+    device: EmulatedDriver, n: int, count: int
+) -> None:
+    """Each size another algorithm, whole grids and several chunks."""
+    with ranks(n, device) as comms:
+
+        def body(comm: Communicator) -> set[str]:
+            given = [
+                np.random.default_rng(r).integers(-99, 99, count * n).astype("f4") for r in range(n)
+            ]
+            source, seen = filled(comm, given[comm.rank]), set()
+            target, part = comm.empty(count * n, "f4"), comm.empty(count, "f4")
+
+            def compare(array: cupy.ndarray, wanted: Any) -> None:
+                meet(comm)
+                np.testing.assert_array_equal(got(array), wanted)
+                assert comm.last_transfer is not None
+                assert comm.last_transfer.zero_copy, comm.last_transfer
+                seen.add(comm.last_transfer.algorithm)
+
+            meet(comm)
+            comm.all_reduce(source, target)
+            compare(target, total := sum(given))
+            mine = slice(count * comm.rank, count * (comm.rank + 1))
+            comm.all_reduce(source[:count], part)
+            compare(part, total[:count])
+            comm.reduce_scatter(source, part, count)
+            compare(part, total[mine])
+            comm.all_gather(part, target, count)
+            compare(target, total)
+            comm.all_to_all(source, target)
+            compare(target, np.concatenate([each[mine] for each in given]))
+            comm.broadcast(source, n - 1)
+            compare(source, given[n - 1])
+            return seen
+
+        seen = set.union(*work.run(comms, body))
+        large = {"two_shot", "one_shot", "push"} if count < 100_000 else {"push_reduce", "push"}
+        assert seen == {"ll128"} if count < 10_000 else seen & large
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("n", "algorithms"), [(2, "small"), (3, "large")])
