@@ -15,9 +15,10 @@ from emulated import build_directory
 from emulated_driver import EmulatedDriver, emulated_device
 
 from cupy_zc import Communicator
+from cupy_zc.collectives.device import DeviceEngine
 from cupy_zc.driver.api import KernelName
 
-__all__ = ["device", "filled", "ranks"]
+__all__ = ["device", "engine_of", "filled", "ranks", "zero_copy"]
 
 #: What most tests run, compiled side by side.
 KERNELS = [
@@ -38,6 +39,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDriver]:
 def ranks(n: int, driver: EmulatedDriver, **options: Any) -> Iterator[list[Communicator]]:
     with work.communicators(n, driver=driver, **{"register": "manual", **options}) as comms:
         yield comms
+
+
+def engine_of(comm: Communicator) -> DeviceEngine:
+    engine = comm._engine
+    assert isinstance(engine, DeviceEngine)
+    return engine
+
+
+def zero_copy(comm: Communicator) -> bool:
+    """Whether no rank staged in the last call, which must have ended."""
+    transfer = comm.last_transfer
+    assert transfer is not None
+    assert transfer.zero_copy == (not transfer.reason)
+    return transfer.zero_copy
 
 
 def filled(comm: Communicator, numbers: Any) -> cupy.ndarray:
