@@ -19,9 +19,10 @@ from device_ranks import device, engine_of, filled, ranks, zero_copy
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator, MemoryPool
-from cupy_zc.collectives import device_plan
+from cupy_zc.collectives import device_kernels, device_plan
 from cupy_zc.collectives.device_args import Args
 from cupy_zc.collectives.plan import Operation
+from cupy_zc.driver.api import KernelName
 
 __all__ = ["device"]  # a fixture
 
@@ -134,7 +135,15 @@ def test_arrays_of_all_sizes_are_reduced_gathered_and_exchanged(
 def test_every_dtype_and_op_does_what_numpy_says(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, n: int, algorithms: str
 ) -> None:
-    with ranks(n, device, timeout=100) as comms:
+    device.library.prepare(
+        KernelName(
+            "ll128.cu", "", (f"CUPY_ZC_ELEMENT={element}", f"CUPY_ZC_OPERATION={op.title()}")
+        )
+        for element, dtype in zip(device_kernels._ELEMENTS, work.DTYPES, strict=True)
+        for op in work.REDUCTIONS
+        if work.allowed(dtype, op)
+    )
+    with ranks(n, device) as comms:
         choose(monkeypatch, algorithms)
 
         def body(comm: Communicator) -> None:
