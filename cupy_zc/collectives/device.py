@@ -21,6 +21,7 @@ from .call import Call, Transfer, transfer_of
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, fingerprint, location
 from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
+from .device_copies import Copies
 from .device_health import Health
 from .device_kernels import kernel_of
 from .device_lane import DeviceLane, Records
@@ -84,6 +85,7 @@ class DeviceEngine:
         self._device = registry.device
         self._timeout = timeout
         self._health = Health(checker.rank, timeout, departed, abandon)
+        self._copies = Copies(driver)
         self._repeat: Repeat | None = None
         self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
@@ -100,7 +102,9 @@ class DeviceEngine:
         self._mail = step(
             registry,
             "set up mail",
-            lambda: DeviceMail(registry, heap, area, checker, sizes, self._records, timeout),
+            lambda: DeviceMail(
+                registry, heap, area, checker, sizes, self._records, self._copies, timeout
+            ),
         )
         zero_on_all(registry, self._side, "the mail", area.ptr, area.size)
         self._health.watch(self._mail.record, self._mail.describe)
@@ -166,6 +170,7 @@ class DeviceEngine:
         self._shapes.clear()
         self._repeat = self.done = self.stream = None
         self._windows.close()
+        self._copies.close()
         self._health.close()
 
     # Where arrays are
@@ -269,8 +274,7 @@ class DeviceEngine:
     def _enqueue(self, call: Call, stream: Any, lane: int) -> None:
         source, target = call.input, self._output(call)
         if call.clash:
-            with stream:
-                source = source.copy(order="K")  # freed in the order of the stream
+            source = self._copies.of(source.data.ptr, source.nbytes, stream)
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)

@@ -14,15 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cupy
-
 from ..driver.api import KernelDriver, KernelName
 from ..errors import MismatchError
-from ..memory import MemoryPool
 from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
 from .checks import Checker, overlap
 from .device_args import mix, nanoseconds, unmix
+from .device_copies import Copies
 from .device_lane import Records
 from .device_plan import KEPT_FREE
 from .dtypes import DTYPES
@@ -112,6 +110,7 @@ class DeviceMail:
         checker: The names of calls, for errors.
         sizes: Capacities, equal on all ranks.
         records: Where kernels say what went wrong.
+        copies: Makes copies.
         budget: Seconds that a kernel waits for a peer.
     """
 
@@ -123,6 +122,7 @@ class DeviceMail:
         checker: Checker,
         sizes: MailSizes,
         records: Records,
+        copies: Copies,
         budget: float,
     ) -> None:
         driver = registry.driver
@@ -137,7 +137,7 @@ class DeviceMail:
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
         self._area = area
         self._function = driver.load(self._device, KernelName("mail.cu", "mail"))
-        self._pool = MemoryPool(driver=driver)
+        self._copies = copies
         self._streams: dict[int, Any] = {}
         #: Of a send that may wait: all of them together leave the collectives their room.
         self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
@@ -166,11 +166,10 @@ class DeviceMail:
             source = given.array
             clash = overlap(given.info, taken.info)
             if clash:
-                with stream:
-                    source = source.copy(order="K")  # freed in the order of the stream
+                source = self._copy(given, stream)  # freed in the order of the stream
             both = (source.data.ptr, given), (taken.info.ptr, taken)
             made = None
-            if self._in_turn(peer):
+            if self._in_turn(peer) or self._driver.capture_info(stream) is not None:
                 made = self._launch(peer, *both, stream, tracks)
             else:
                 self._swap_behind(peer, *both, stream)
@@ -188,7 +187,7 @@ class DeviceMail:
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
         self._launch(peer, (copy.data.ptr, given), None, ahead, self._patient_tracks)
-        self._pool.record_stream(copy, ahead)
+        self._copies.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
         return Transfer("send", "copy", False, reason, given.nbytes), None
 
@@ -205,7 +204,6 @@ class DeviceMail:
         """Drop what was sent to this rank itself, and the streams. Their work has ended."""
         self._own.clear()
         self._streams.clear()
-        self._pool.free_all_blocks()
 
     def _launch(
         self,
@@ -236,11 +234,7 @@ class DeviceMail:
         return made
 
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
-        """The bytes of an array, copied in a stream."""
-        with stream:
-            copy = cupy.ndarray(parcel.nbytes, "u1", self._pool.malloc(parcel.nbytes))
-        self._driver.copy(copy.data.ptr, parcel.info.ptr, parcel.nbytes, stream)
-        return copy
+        return self._copies.of(parcel.info.ptr, parcel.nbytes, stream)
 
     def _in_turn(self, peer: int) -> bool:
         """Whether all that was sent to a peer before has been pushed."""
@@ -292,5 +286,5 @@ class DeviceMail:
                 "received in the order in which they were sent; nothing was written"
             )
         self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
-        self._pool.record_stream(copy, stream)
+        self._copies.record_stream(copy, stream)
         return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)
