@@ -23,6 +23,7 @@ from cupy_zc import (
     NotZeroCopyError,
     PeerTimeoutError,
 )
+from cupy_zc.memory.pool import reap
 
 __all__ = ["device"]  # a fixture
 
@@ -148,6 +149,32 @@ def test_a_rank_that_closes_is_not_waited_for_by_a_message(device: EmulatedDrive
             assert time.monotonic() - begin < 15
 
         work.run(comms, body)
+
+
+def test_a_closed_communicator_holds_no_memory_though_it_is_referred_to(
+    device: EmulatedDriver,
+) -> None:
+    """It ends waits for the device in the middle of calls of another communicator.
+
+    The pool of a heap whose memory came back late was released by whichever pool was at work.
+    """
+    free = device.memory_info(0).free
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(100, "f4"))
+            for _ in range(3):
+                comm.all_reduce(array, array)
+                comm.send(array, 1 - comm.rank)
+                comm.recv(array, 1 - comm.rank)
+            meet(comm)
+
+        work.run(comms, body)
+        assert device.memory_info(0).free < free
+        for comm in comms:
+            comm.close()
+        reap()
+        assert device.memory_info(0).free >= free
 
 
 # Graphs

@@ -165,8 +165,14 @@ class DeviceEngine:
             return self._lanes[0].missing()
 
     def close(self) -> None:
-        """Give back what is not the heap's; graphs that live keep their lanes."""
+        """Give back what there is, but for lanes: graphs that live keep theirs.
+
+        Now, and not when the last reference is dropped: to release it, some pool would have to wait
+        for the device, in the middle of a call of another communicator.
+        """
         self._mail.close()
+        for number in self._lanes.keys() - set(self._registry.lanes.held):
+            self._lanes[number].close()
         self._shapes.clear()
         self._repeat = self.done = self.stream = None
         self._windows.close()

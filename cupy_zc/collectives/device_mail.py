@@ -135,7 +135,7 @@ class DeviceMail:
         self.record = records.of_mail()
         offset = heap.offset(area)
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
-        self._area = area
+        self._area: SymmetricMemory | None = area
         self._function = driver.load(self._device, KernelName("mail.cu", "mail"))
         self._copies = copies
         self._streams: dict[int, Any] = {}
@@ -201,7 +201,8 @@ class DeviceMail:
         return f"{word >> 5} elements of {DTYPES[code]}{order}"
 
     def close(self) -> None:
-        """Drop what was sent to this rank itself, and the streams. Their work has ended."""
+        """Drop the area, what was sent to this rank itself, and the streams: all has ended."""
+        self._area = None
         self._own.clear()
         self._streams.clear()
 
