@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from emulated_driver import EmulatedDriver, emulated_device
 from cupy_zc import Communicator
 from cupy_zc.collectives.device import DeviceEngine
 from cupy_zc.driver.api import KernelName
+from cupy_zc.memory.pool import reap
 
 __all__ = ["device", "engine_of", "filled", "ranks", "zero_copy"]
 
@@ -37,6 +39,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDriver]:
 
 @contextmanager
 def ranks(n: int, driver: EmulatedDriver, **options: Any) -> Iterator[list[Communicator]]:
+    """Ranks, after pools of earlier tests are gone: to release them later waits for the device."""
+    gc.collect()
+    reap()
     with work.communicators(n, driver=driver, **{"register": "manual", **options}) as comms:
         yield comms
 
