@@ -148,7 +148,7 @@ def build(
     def compiled(unit: tuple[str, int]) -> str:
         """An object; most of them are as they were where one kernel changes."""
         source, part = unit
-        needed = {file: sources[file] for file in included(sources, source)}
+        needed = {file: sources[file] for file in sorted(included(sources, source))}
         key = hashlib.sha256(repr((needed, unit, COMMON, flags, compiler())).encode()).hexdigest()
         output = cache / f"{source}-{key[:20]}.o"
         if output.exists():

@@ -1,4 +1,7 @@
-"""Ranks in threads, on every engine, for tests of graphs; without a GPU on the host driver."""
+"""Ranks in threads, on every engine, for tests of graphs.
+
+Without a GPU the device engine runs on kernels that the host runs; see ``emulated_driver``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import cupy
 import group_workers
 import numpy as np
 import pytest
+from emulated import build_directory
+from emulated_driver import emulated_device
 
 import cupy_zc
 from cupy_zc import (
@@ -113,10 +118,21 @@ BACKENDS = pytest.mark.parametrize(
     "backend",
     [
         "host",
+        "device, emulated",
         pytest.param("device", marks=pytest.mark.gpu),
         pytest.param("device, 2 GPUs", marks=pytest.mark.multi_gpu),
     ],
 )
+
+
+@pytest.fixture
+def emulated(backend: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A device where the test is for one that is emulated."""
+    if backend != "device, emulated":
+        yield
+        return
+    with emulated_device(build_directory(request.config)):
+        yield
 
 
 def run(comms: list[Communicator], body: Callable[[Rank], Any]) -> list[Any]:
@@ -124,10 +140,7 @@ def run(comms: list[Communicator], body: Callable[[Rank], Any]) -> list[Any]:
 
     def one(number: int) -> Any:
         comm = comms[number]
-        device: Any = contextlib.nullcontext()
-        if comm._driver.name == "cuda":
-            device = cupy.cuda.Device(comm._device)
-        with device:
+        with comm._driver.use_device(comm._device):
             pool = cupy_zc.memory.installed_pool()
             assert pool is not None
             streams = [comm._driver.make_stream(non_blocking=True) for _ in range(2)]

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from graph_ranks import BACKENDS, Rank, on_all
+from graph_ranks import BACKENDS, Rank, emulated, on_all
 
 from cupy_zc import (
     MismatchError,
@@ -18,7 +18,9 @@ from cupy_zc import (
     view,
 )
 
-pytestmark = BACKENDS
+__all__ = ["emulated"]  # a fixture
+
+pytestmark = [BACKENDS, pytest.mark.usefixtures("emulated")]
 
 
 def test_the_graph_example_of_nccl(backend: str) -> None:

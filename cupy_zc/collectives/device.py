@@ -14,14 +14,14 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import launch, load
+from ..driver.api import KernelDriver
 from ..group.naming import name_ranks
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer, transfer_of
 from .checks import Checker
 from .device_args import EVERY_RANK, STAGED, fingerprint, location
 from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
+from .device_copies import Copies
 from .device_health import Health
 from .device_kernels import kernel_of
 from .device_lane import DeviceLane, Records
@@ -73,7 +73,7 @@ class DeviceEngine:
         deterministic: bool = False,
     ) -> None:
         driver = registry.driver
-        assert isinstance(driver, CudaDriver)  # the engine is chosen by the driver's name
+        assert isinstance(driver, KernelDriver)  # the engine is chosen by the driver's name
         self.rank = checker.rank
         self.size = checker.size
         self.done: Done | None = None
@@ -85,6 +85,7 @@ class DeviceEngine:
         self._device = registry.device
         self._timeout = timeout
         self._health = Health(checker.rank, timeout, departed, abandon)
+        self._copies = Copies(driver)
         self._repeat: Repeat | None = None
         self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
@@ -101,7 +102,9 @@ class DeviceEngine:
         self._mail = step(
             registry,
             "set up mail",
-            lambda: DeviceMail(registry, heap, area, checker, sizes, self._records, timeout),
+            lambda: DeviceMail(
+                registry, heap, area, checker, sizes, self._records, self._copies, timeout
+            ),
         )
         zero_on_all(registry, self._side, "the mail", area.ptr, area.size)
         self._health.watch(self._mail.record, self._mail.describe)
@@ -162,11 +165,18 @@ class DeviceEngine:
             return self._lanes[0].missing()
 
     def close(self) -> None:
-        """Give back what is not the heap's; graphs that live keep their lanes."""
+        """Give back what there is, but for lanes: graphs that live keep theirs.
+
+        Now, and not when the last reference is dropped: to release it, some pool would have to wait
+        for the device, in the middle of a call of another communicator.
+        """
         self._mail.close()
+        for number in self._lanes.keys() - set(self._registry.lanes.held):
+            self._lanes[number].close()
         self._shapes.clear()
         self._repeat = self.done = self.stream = None
         self._windows.close()
+        self._copies.close()
         self._health.close()
 
     # Where arrays are
@@ -232,7 +242,6 @@ class DeviceEngine:
 
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank."""
-        self._lanes[lane].kept.clear()
         self._registry.lanes.drop(lane)
 
     def decline(self) -> None:
@@ -271,10 +280,7 @@ class DeviceEngine:
     def _enqueue(self, call: Call, stream: Any, lane: int) -> None:
         source, target = call.input, self._output(call)
         if call.clash:
-            with stream:
-                source = source.copy(order="K")  # freed in the order of the stream
-            if lane:  # but every replay uses it
-                self._lanes[lane].kept.append(source)
+            source = self._copies.of(source.data.ptr, source.nbytes, stream)
         if self.size == 1:
             self._copy(call, source, target, stream)
             plan = self._plan(call)
@@ -291,7 +297,7 @@ class DeviceEngine:
         args.input_location = self._locate(source) if plan.input_remote else STAGED
         args.output_location = self._locate(target) if plan.output_remote else STAGED
         args.windows, args.arenas = self._windows.address, self._windows.arenas
-        launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
+        shape.launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
         if call.operation is Operation.BARRIER:
             return
         transfer = shape.transfer
@@ -343,7 +349,7 @@ class DeviceEngine:
 
     def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
-        function = load(self._device, kernel_of(call, plan, self._machine))
+        function = self._driver.load(self._device, kernel_of(call, plan, self._machine))
         args = lane.args()
         args.count = call.columns
         args.fingerprint = fingerprint(call)
@@ -352,7 +358,10 @@ class DeviceEngine:
         args.two_step = plan.two_step
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         transfer = transfer_of(call, plan.algorithm, self.size)
-        return Shape(plan, function, args, ctypes.addressof(parameters), parameters, transfer)
+        return Shape(
+            plan, function, args, ctypes.addressof(parameters), parameters, self._driver.launch,
+            transfer,
+        )  # fmt: skip
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
         """What any collective of one rank is."""

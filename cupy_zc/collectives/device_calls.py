@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from ..driver.cuda_kernels import launch
 from .call import Transfer
 from .device_args import Args
 from .device_lane import DeviceLane
@@ -36,6 +36,8 @@ class Shape(NamedTuple):
     parameters: int
     #: What keeps that array.
     keep: Any
+    #: Of the driver.
+    launch: Callable[[int, int, int, Any, int], None]
     #: What it does where nobody stages.
     transfer: Transfer
 
@@ -97,7 +99,7 @@ class RepeatedCall:
         args, plan = shape.args, shape.plan
         args.input, args.output, args.input_location, args.output_location = self._values
         try:
-            launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
+            shape.launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
         except BaseException as error:
             engine.fail(error)  # the peers make this call, and wait for this rank
             raise

@@ -104,7 +104,8 @@ class Health:
         """
         began = time.monotonic()
         pause, warned, look = 0.0, False, LOOK
-        gone_since: float | None = None
+        first: Collection[int] = ()
+        gone_since = 0.0
         while not point.done:
             waited = time.monotonic() - began
             if waited > SPIN:
@@ -113,9 +114,11 @@ class Health:
             if waited > look:
                 look = waited + LOOK
                 gone = self._departed()
-                gone_since = (waited if gone_since is None else gone_since) if gone else None
-                if gone and gone_since is not None and waited - gone_since > SETTLE:
-                    self._give_up(min(gone))
+                if not (gone and first):
+                    first, gone_since = gone, waited
+                if first and waited - gone_since > SETTLE:
+                    # The others may have gone because of the one that did not come.
+                    self._give_up(min(set(gone).intersection(missing()) or first))
             if waited > WARN_AFTER and not warned:
                 warned = True
                 ranks = missing()

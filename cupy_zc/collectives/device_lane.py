@@ -10,11 +10,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
 
-from ..driver.cuda import CudaDriver
+from ..driver.api import KernelDriver
 from ..errors import Error
-from ..registration import Registry, SymmetricHeap
+from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .device_args import MAX_RANKS, STAGED, Args, Record, Sizes, nanoseconds
 
 __all__ = ["DeviceLane", "Records"]
@@ -36,7 +35,7 @@ class Records:
     #: The last one of a lane, and that of mail.
     LAST, MAIL = COUNT - 2, COUNT - 1
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: KernelDriver) -> None:
         self._memory = driver.mapped_memory(self.BYTES * self.COUNT)
         self.address: int = self._memory.ptr
 
@@ -94,12 +93,10 @@ class DeviceLane:
         self.size = sizes.lane_bytes(ranks)
         self.record = records.of(number)
         #: Kept for as long as a graph may read it, closed communicator or not.
-        self.memory = heap.reserve(self.size)
+        self._memory: SymmetricMemory | None = heap.reserve(self.size)
         #: In arena 0, of all ranks.
-        self.offset = offset = heap.offset(self.memory)
+        self.offset = offset = heap.offset(self._memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
-        #: Arrays that the calls of a graph use beside those of the user.
-        self.kept: list[Any] = []
         self._driver = registry.driver
         self._template = Args(
             error=records.address + number * Records.BYTES, lane=number,
@@ -120,6 +117,10 @@ class DeviceLane:
         """
         own = self.addresses[self.rank]
         self._driver.write(own + FAILURE, (1 << 63).to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """Give the memory back: nothing reads it any more."""
+        self._memory = None
 
     def missing(self) -> list[int]:
         """The ranks that have not come to the call that this rank is in, or was in last."""

@@ -14,16 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cupy
-
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch, load
+from ..driver.api import KernelDriver, KernelName
 from ..errors import MismatchError
-from ..memory import MemoryPool
 from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
 from .checks import Checker, overlap
 from .device_args import mix, nanoseconds, unmix
+from .device_copies import Copies
 from .device_lane import Records
 from .device_plan import KEPT_FREE
 from .dtypes import DTYPES
@@ -89,6 +86,7 @@ class MailSizes(NamedTuple):
 class MailLaunch(NamedTuple):
     """A launch of the kernel, which can be made again."""
 
+    driver: KernelDriver
     function: int
     blocks: int
     #: Address of the array of addresses of parameters, and what keeps it.
@@ -99,7 +97,7 @@ class MailLaunch(NamedTuple):
 
     def __call__(self, stream: Any) -> None:
         """Launch on a stream."""
-        launch(self.function, self.blocks, THREADS, stream, self.parameters)
+        self.driver.launch(self.function, self.blocks, THREADS, stream, self.parameters)
 
 
 class DeviceMail:
@@ -112,6 +110,7 @@ class DeviceMail:
         checker: The names of calls, for errors.
         sizes: Capacities, equal on all ranks.
         records: Where kernels say what went wrong.
+        copies: Makes copies.
         budget: Seconds that a kernel waits for a peer.
     """
 
@@ -123,10 +122,11 @@ class DeviceMail:
         checker: Checker,
         sizes: MailSizes,
         records: Records,
+        copies: Copies,
         budget: float,
     ) -> None:
         driver = registry.driver
-        assert isinstance(driver, CudaDriver)
+        assert isinstance(driver, KernelDriver)
         self._driver = driver
         self._device = registry.device
         self._checker = checker
@@ -135,9 +135,9 @@ class DeviceMail:
         self.record = records.of_mail()
         offset = heap.offset(area)
         self._areas = [registry.address(peer, 0, offset) for peer in range(checker.size)]
-        self._area = area
-        self._function = load(self._device, KernelName("mail.cu", "mail"))
-        self._pool = MemoryPool(driver=driver)
+        self._area: SymmetricMemory | None = area
+        self._function = driver.load(self._device, KernelName("mail.cu", "mail"))
+        self._copies = copies
         self._streams: dict[int, Any] = {}
         #: Of a send that may wait: all of them together leave the collectives their room.
         self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
@@ -166,11 +166,10 @@ class DeviceMail:
             source = given.array
             clash = overlap(given.info, taken.info)
             if clash:
-                with stream:
-                    source = source.copy(order="K")  # freed in the order of the stream
+                source = self._copy(given, stream)  # freed in the order of the stream
             both = (source.data.ptr, given), (taken.info.ptr, taken)
             made = None
-            if self._in_turn(peer):
+            if self._in_turn(peer) or self._driver.capture_info(stream) is not None:
                 made = self._launch(peer, *both, stream, tracks)
             else:
                 self._swap_behind(peer, *both, stream)
@@ -188,7 +187,7 @@ class DeviceMail:
         ahead = self._stream_to(peer)
         ahead.wait_event(self._driver.record_event(stream))
         self._launch(peer, (copy.data.ptr, given), None, ahead, self._patient_tracks)
-        self._pool.record_stream(copy, ahead)
+        self._copies.record_stream(copy, ahead)
         reason = "a send does not wait for its peer"
         return Transfer("send", "copy", False, reason, given.nbytes), None
 
@@ -202,10 +201,10 @@ class DeviceMail:
         return f"{word >> 5} elements of {DTYPES[code]}{order}"
 
     def close(self) -> None:
-        """Drop what was sent to this rank itself, and the streams. Their work has ended."""
+        """Drop the area, what was sent to this rank itself, and the streams: all has ended."""
+        self._area = None
         self._own.clear()
         self._streams.clear()
-        self._pool.free_all_blocks()
 
     def _launch(
         self,
@@ -229,18 +228,14 @@ class DeviceMail:
                 blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(
-            self._function, blocks, ctypes.addressof(parameters), (args, parameters),
+            self._driver, self._function, blocks, ctypes.addressof(parameters), (args, parameters),
             functools.partial(self._in_turn, peer),
         )  # fmt: skip
         made(stream)
         return made
 
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
-        """The bytes of an array, copied in a stream."""
-        with stream:
-            copy = cupy.ndarray(parcel.nbytes, "u1", self._pool.malloc(parcel.nbytes))
-        self._driver.copy(copy.data.ptr, parcel.info.ptr, parcel.nbytes, stream)
-        return copy
+        return self._copies.of(parcel.info.ptr, parcel.nbytes, stream)
 
     def _in_turn(self, peer: int) -> bool:
         """Whether all that was sent to a peer before has been pushed."""
@@ -292,5 +287,5 @@ class DeviceMail:
                 "received in the order in which they were sent; nothing was written"
             )
         self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
-        self._pool.record_stream(copy, stream)
+        self._copies.record_stream(copy, stream)
         return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)

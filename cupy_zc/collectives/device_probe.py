@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch_with, load
+from ..driver.api import KernelDriver, KernelName
+from .device_kernels import launch_with
 
 __all__ = ["DeviceProbe"]
 
@@ -35,7 +35,7 @@ class DeviceProbe:
         stream: Where kernels run.
     """
 
-    def __init__(self, driver: CudaDriver, device: int, stream: Any) -> None:
+    def __init__(self, driver: KernelDriver, device: int, stream: Any) -> None:
         self._driver = driver
         self._device = device
         self._stream = stream
@@ -53,6 +53,6 @@ class DeviceProbe:
             return int.from_bytes(self._driver.read(self._sum.ptr, 8), "little")
 
     def _launch(self, what: str, target: _Target, value: int) -> None:
-        function = load(self._device, KernelName(_SOURCE, f"multimem_probe_{what}"))
+        function = self._driver.load(self._device, KernelName(_SOURCE, f"multimem_probe_{what}"))
         values = [ctypes.c_uint64(target.address), ctypes.c_uint64(value)]
-        launch_with(function, 1, 1, self._stream, values)
+        launch_with(self._driver, function, 1, 1, self._stream, values)

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..config import settings
-from ..driver.cuda import CudaDriver
-from ..driver.cuda_kernels import KernelName, launch_with, load
+from ..driver.api import KernelDriver, KernelName
 from ..errors import Error
 from ..group import vote
 from ..group.naming import sides
 from ..registration import Registry
 from .device_args import EVERY_RANK, MAX_RANKS
+from .device_kernels import launch_with
 from .device_lane import DeviceLane
 from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
 
@@ -41,7 +41,7 @@ def machine_of(registry: Registry, ranks: int, *, deterministic: bool) -> Machin
         Error: more ranks than kernels are made for; on all of them.
     """
     driver, device = registry.driver, registry.device
-    assert isinstance(driver, CudaDriver)
+    assert isinstance(driver, KernelDriver)
     if ranks > MAX_RANKS:
         raise Error(
             f"rank {registry.channel.rank}: the device engine is for {MAX_RANKS} ranks of a node "
@@ -71,7 +71,7 @@ def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: 
         AgreementError: a rank could not; on all of them.
     """
     driver = registry.driver
-    assert isinstance(driver, CudaDriver)
+    assert isinstance(driver, KernelDriver)
 
     def zero() -> None:
         driver.fill(address, 0, size, stream)
@@ -89,7 +89,7 @@ def test_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
         AgreementError: a pair of ranks cannot reach each other's memory; on all of them.
     """
     driver = registry.driver
-    assert isinstance(driver, CudaDriver)
+    assert isinstance(driver, KernelDriver)
     me = lane.rank
     peers = [peer for peer in range(len(lane.addresses)) if peer != me]
 
@@ -130,12 +130,12 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         AgreementError: a rank did not come, or has no memory; on all of them.
     """
     driver, ranks, me = registry.driver, len(lane.addresses), lane.rank
-    assert isinstance(driver, CudaDriver)
+    assert isinstance(driver, KernelDriver)
     wrong = 0
 
     def gather() -> None:
         nonlocal wrong
-        function = load(registry.device, KernelName("ll128_move.cu", "ll128_all_gather"))
+        function = driver.load(registry.device, KernelName("ll128_move.cu", "ll128_all_gather"))
         memory = driver.plain_memory((ranks + 1) * PATTERN_BYTES + 8)
         counter = memory.ptr + (ranks + 1) * PATTERN_BYTES
         driver.fill(counter, 0, 8, stream)
@@ -145,7 +145,7 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         args.budget = int(settings().setup_timeout * 1e9)
         for turn in range(TURNS):
             _pattern("write", registry, stream, args.input, turn, me, None)
-            launch_with(function, 8, THREADS, stream, [args])
+            launch_with(driver, function, 8, THREADS, stream, [args])
             # Nothing may queue up behind a kernel that waits for a rank of the same GPU: the work
             # of that rank may be behind it in one of the GPU's queues.
             stream.synchronize()
@@ -179,7 +179,9 @@ def _pattern(
     counter: int | None,
 ) -> None:
     """Write or check ``PATTERN_BYTES`` of a pattern that belongs to two numbers."""
-    function = load(registry.device, KernelName("pattern.cu", f"pattern_{kernel}"))
+    driver = registry.driver
+    assert isinstance(driver, KernelDriver)
+    function = driver.load(registry.device, KernelName("pattern.cu", f"pattern_{kernel}"))
     values: list[Any] = [
         ctypes.c_uint64(address),
         ctypes.c_uint64(PATTERN_BYTES // 4),
@@ -188,7 +190,7 @@ def _pattern(
     ]
     if counter is not None:
         values.append(ctypes.c_uint64(counter))
-    launch_with(function, 4, 256, stream, values)
+    launch_with(driver, function, 4, 256, stream, values)
 
 
 def _place(lane: DeviceLane, owner: int, writer: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ..driver.cuda import CudaDriver
+from ..driver.api import KernelDriver
 from ..registration import Registry
 
 __all__ = ["WindowTable"]
@@ -22,7 +22,7 @@ class WindowTable:
     #: Columns of the first table.
     FIRST = 32
 
-    def __init__(self, driver: CudaDriver, registry: Registry, ranks: int, side: Any) -> None:
+    def __init__(self, driver: KernelDriver, registry: Registry, ranks: int, side: Any) -> None:
         self._driver = driver
         self._windows = registry.windows
         self._rows = ranks + 1

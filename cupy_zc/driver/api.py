@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
     "CaptureInfo",
@@ -26,6 +26,8 @@ __all__ = [
     "Event",
     "Granularity",
     "GraphLease",
+    "KernelDriver",
+    "KernelName",
     "MemoryInfo",
     "MulticastHandle",
     "SegmentHandle",
@@ -308,4 +310,37 @@ class Driver(Protocol):
 
     def write(self, address: int, data: bytes) -> None:
         """Copy host bytes to device memory, after all work of the current stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelName:
+    """Which kernel: a source of ``cuda/``, a function in it, and what it is compiled for."""
+
+    source: str
+    function: str
+    #: ``-D`` options.
+    defines: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class KernelDriver(Driver, Protocol):
+    """A driver that runs the kernels of ``cuda/``: what the device engine asks of it beyond."""
+
+    #: ``load(device, name)``: the function of a kernel, compiled where nobody has used it yet.
+    load: Callable[[int, KernelName], int]
+    #: ``launch(function, blocks, threads, stream, parameters)``: of a one-dimensional grid, with
+    #: the address of an array of addresses of arguments, which are read before it returns.
+    launch: Callable[[int, int, int, Any, int], None]
+
+    def multiprocessors(self, device: int) -> int:
+        """How many multiprocessors a device has, each with room for a block of any kernel."""
+        ...
+
+    def mapped_memory(self, size: int) -> Any:
+        """Zeroed memory of the host, at ``ptr``, that kernels reach at the same address."""
+        ...
+
+    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
+        """Copy device memory, in the order of a stream."""
         ...

@@ -29,6 +29,7 @@ from .api import (
 )
 from .cuda_calls import Contexts, Handle, call, failure, own, relaxed_capture
 from .cuda_graphs import CudaGraphLease, lease_graph
+from .cuda_kernels import launch, load
 from .cuda_multicast import CudaMulticast, CudaMulticastObject, require_team
 from .cuda_runtime import CudaEvent, runtime_call
 from .cuda_segments import CudaSegment, CudaSegments
@@ -76,6 +77,7 @@ class CudaDriver:
         self.current_stream: Callable[[], Any] = cupy.cuda.get_current_stream
         self.is_capturing: Callable[[int], bool] = runtime.streamIsCapturing
         self.current_device: Callable[[], int] = runtime.getDevice
+        self.load, self.launch = load, launch
 
     # Devices
     def use_device(self, device: int) -> contextlib.AbstractContextManager[Any]:

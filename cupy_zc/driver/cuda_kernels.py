@@ -8,14 +8,11 @@ loads it, and the others wait for that.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -25,9 +22,10 @@ from cupy.cuda import runtime
 from .. import kernels
 from ..config import settings
 from ..errors import DriverError
+from .api import KernelName
 from .cuda_calls import relaxed_capture
 
-__all__ = ["KernelName", "launch", "launch_with", "load"]
+__all__ = ["launch", "load"]
 
 # The call of the driver as CuPy has it: 2 us less than a ``RawKernel`` takes with one argument.
 _launch = _driver.launchKernel
@@ -58,24 +56,6 @@ def launch(function: int, blocks: int, threads: int, stream: Any, parameters: in
             detail=detail,
             cause=cause,
         ) from error
-
-
-def launch_with(
-    function: int, blocks: int, threads: int, stream: Any, values: Sequence[Any]
-) -> None:
-    """As :func:`launch`, with ctypes values as arguments; where microseconds do not matter."""
-    parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    launch(function, blocks, threads, stream, ctypes.addressof(parameters))
-
-
-@dataclass(frozen=True, slots=True)
-class KernelName:
-    """Which kernel: a source of ``cuda/``, a function in it, and what it is compiled for."""
-
-    source: str
-    function: str
-    #: ``-D`` options.
-    defines: tuple[str, ...] = ()
 
 
 @functools.cache

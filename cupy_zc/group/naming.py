@@ -32,12 +32,12 @@ def sides(values: Mapping[int, str], verb: str = "has") -> str:
 
     Args:
         values: What each rank holds, already as text.
-        verb: ``"has"`` or ``"is at"``; the plural follows.
+        verb: ``"has"``, ``"is at"`` or ``"got"``; the plural follows.
     """
     holders: dict[str, list[int]] = {}
     for rank in sorted(values):
         holders.setdefault(values[rank], []).append(rank)
-    plural = {"has": "have", "is at": "are at"}[verb]
+    plural = {"has": "have", "is at": "are at", "got": "got"}[verb]
     return "; ".join(
         f"{name_ranks(ranks)} {verb if len(ranks) == 1 else plural} {shorten(value)}"
         for value, ranks in holders.items()

@@ -1,10 +1,11 @@
 // A GPU for tests: the grids of all ranks at once, on the host.
 //
-// Two builds of one interface. By default every GPU thread is a fiber and one OS thread runs them
+// Three builds of one interface. By default every GPU thread is a fiber and one OS thread runs them
 // in a seeded random order, switching wherever a kernel waits and, at times, where it touches a
 // flag; the clock is virtual and advances with the turns of waits, so that time-outs are quick and
 // exact. With EMULATION_THREADS every GPU thread is an OS thread, for ThreadSanitizer; the clock is
-// real.
+// real. With EMULATION_GRIDS there are fibers too, and each OS thread runs a grid of its own (see
+// grid.h): the clock is the one they share, so it is real, and a grid that waits lets others run.
 //
 // A barrier that not all threads of a block reach ends the process with a message.
 #pragma once
@@ -94,15 +95,17 @@ struct Fiber {
     char* stack = nullptr;
 };
 
-#ifdef EMULATION_THREADS
-inline thread_local Fiber* current;
-inline void yield() { std::this_thread::yield(); }
-inline void perhaps_yield() {}
-inline uint64_t now() {
+inline uint64_t real_now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
                std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
+
+#ifdef EMULATION_THREADS
+inline thread_local Fiber* current;
+inline void yield() { std::this_thread::yield(); }
+inline void perhaps_yield() {}
+inline uint64_t now() { return real_now(); }
 
 inline void Rendezvous::arrive(const std::function<void()>& put,
                                const std::function<void()>& last) {
@@ -132,16 +135,16 @@ inline void run(std::vector<Fiber>& fibers, uint64_t) {
     }
 }
 #else
-inline Fiber* current;
-inline jmp_buf scheduler;
-inline std::vector<std::vector<Fiber*>> ready;  // of each rank
-inline std::minstd_rand dice;
+inline thread_local Fiber* current;
+inline thread_local jmp_buf scheduler;
+inline thread_local std::vector<std::vector<Fiber*>> ready;  // of each rank
+inline thread_local std::minstd_rand dice;
 
 inline void wake(Fiber* fiber) { ready[fiber->rank].push_back(fiber); }
 
 // Any fiber that can run, but mostly of one rank for a while: so ranks overtake each other.
 inline Fiber* pick() {
-    static size_t favourite = 0;
+    static thread_local size_t favourite = 0;
     if (dice() % 256 == 0) {
         favourite = dice();
     }
@@ -157,17 +160,27 @@ inline Fiber* pick() {
     fibers.pop_back();
     return fiber;
 }
-inline uint64_t clock_now = 1;
-
-inline uint64_t now() { return clock_now; }
 
 inline void switch_away() {
     if (_setjmp(current->state) == 0) {
         _longjmp(scheduler, 1);
     }
 }
+#ifdef EMULATION_GRIDS
+inline uint64_t now() { return real_now(); }
+inline void turn_of_wait() {
+    static thread_local unsigned turns = 0;
+    if (++turns % 256 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+}
+#else
+inline thread_local uint64_t clock_now = 1;
+inline uint64_t now() { return clock_now; }
+inline void turn_of_wait() { clock_now += 100; }
+#endif
 inline void yield() {
-    clock_now += 100;
+    turn_of_wait();
     wake(current);
     switch_away();
 }
@@ -201,7 +214,7 @@ inline void entry() {
 }
 
 inline void run(std::vector<Fiber>& fibers, uint64_t seed) {
-    static std::vector<std::unique_ptr<char[]>> stacks;
+    static thread_local std::vector<std::unique_ptr<char[]>> stacks;
     dice.seed(seed + 1);
     ready.assign(fibers.back().rank + 1, {});
     for (size_t i = 0; i < fibers.size(); ++i) {
@@ -211,7 +224,7 @@ inline void run(std::vector<Fiber>& fibers, uint64_t seed) {
         fibers[i].stack = stacks[i].get();
         wake(&fibers[i]);
     }
-    static volatile size_t left;
+    static thread_local volatile size_t left;
     left = fibers.size();
     while (left > 0) {
         current = pick();
