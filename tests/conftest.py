@@ -20,6 +20,7 @@ import cupy
 from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory import MemoryPool
+from cupy_zc.memory.graphs import settle
 from cupy_zc.memory.pool import reap
 
 _SLOW = [hypothesis.HealthCheck.too_slow]  # two cores, shared
@@ -131,8 +132,10 @@ class Resources:
     @classmethod
     def now(cls, *, collect: bool = True) -> Resources:
         if collect:
-            gc.collect()
-            reap()  # pools that were dropped are released when another one is at work
+            for _ in range(2):  # what goes in the first turn may have held something else
+                gc.collect()
+                settle()  # of graphs that are gone
+                reap()  # pools that were dropped are released when another one is at work
         targets: list[str] = []
         for entry in Path("/proc/self/fd").iterdir():
             try:
