@@ -93,7 +93,7 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
         ("hardware ll", "hardware all_reduce"), False),
     "second place of packets": (LL, "epoch & 1", "epoch & 0", ("hardware ll",), False),
     "flag of a packet": (
-        "packets.cuh", "is_of(high.high, number)", "true", ("hardware ll", "emulated ll"), False),
+        "packets.cuh", "is_of(high.high, flag)", "true", ("hardware ll", "emulated ll"), False),
     "wait for the fingerprints": (
         LL, "if (!agree(", "if (args.size == 0 && !agree(", ("hardware ll",), False),
     "fence before a reduction": (
