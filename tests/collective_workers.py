@@ -16,14 +16,13 @@ import cupy
 import group_workers as workers
 import ml_dtypes
 import numpy as np
+from collective_memory import got, put
 
 import cupy_zc
 from cupy_zc import Communicator, MemoryPool, PeerTimeoutError
-from cupy_zc.arrays import on_host
 from cupy_zc.collectives.call import BARRIER
 from cupy_zc.collectives.device_plan import plan_of
 from cupy_zc.collectives.plan import ROLES, Operation
-from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
 
 DTYPES = [
@@ -301,22 +300,6 @@ def arrays(
     if source is not None:
         put(source, values(case, n, rank))
     return source, target
-
-
-def put(array: cupy.ndarray, numbers: np.ndarray[Any, Any]) -> None:
-    """Fill an array by plain copies: to load a kernel can wait for another rank's that runs."""
-    if on_host(array):
-        cupy_zc.copyto(array, numbers)
-    else:
-        select("cuda").write(array.data.ptr, numbers.tobytes())
-
-
-def got(array: cupy.ndarray) -> np.ndarray[Any, Any]:
-    """What is in an array; without the page-locked memory of CuPy, which may wait as well."""
-    if on_host(array):
-        return cupy_zc.asnumpy(array)
-    data = select("cuda").read(array.data.ptr, array.nbytes)
-    return np.frombuffer(data, array.dtype).reshape(array.shape)
 
 
 def check(comm: Communicator, case: Case, buffers: Buffers, *, manual: bool = True) -> bytes:

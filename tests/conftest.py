@@ -16,6 +16,7 @@ import pytest
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cupy
+import group_workers
 
 from cupy_zc.driver import select
 from cupy_zc.driver.host import HostDriver
@@ -164,3 +165,12 @@ def resources():
     before = Resources.now()
     yield before
     before.assert_same()
+
+
+@pytest.fixture
+def nothing_left_open():
+    """Checks after the test that descriptors are what they were, when pools are released too."""
+    with group_workers.flat_descriptors():
+        yield
+        gc.collect()
+        reap()

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import collective_workers as work
-import cupy
-import numpy as np
 import pytest
-from collective_workers import put
 from emulated import build_directory
 from emulated_driver import EmulatedDriver, emulated_device
 
@@ -20,7 +17,7 @@ from cupy_zc.collectives.device import DeviceEngine
 from cupy_zc.driver.api import KernelName
 from cupy_zc.memory.pool import reap
 
-__all__ = ["device", "engine_of", "filled", "ranks", "zero_copy"]
+__all__ = ["device", "engine_of", "ranks", "zero_copy"]
 
 #: What most tests run, compiled side by side.
 KERNELS = [
@@ -58,11 +55,3 @@ def zero_copy(comm: Communicator) -> bool:
     assert transfer is not None
     assert transfer.zero_copy == (not transfer.reason)
     return transfer.zero_copy
-
-
-def filled(comm: Communicator, numbers: Any) -> cupy.ndarray:
-    """A registered array with these numbers. Collective."""
-    values = np.asarray(numbers)
-    array = comm.empty(values.shape, values.dtype)
-    put(array, values)
-    return array

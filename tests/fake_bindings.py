@@ -377,3 +377,13 @@ def prepared(driver: CudaDriver) -> SimpleNamespace:
     return SimpleNamespace(
         base=base, segment=segment, empty=driver.reserve(GRANULE, GRANULE), fd=os.open(".", 0)
     )
+
+
+#: The call that changes the capture mode of a thread, and the modes of one that is relaxed.
+MODE = "cuThreadExchangeStreamCaptureMode"
+RELAXED_THEN_GLOBAL = [2, 0]
+
+
+def modes(fake: FakeBindings) -> list[int]:
+    """The capture modes the thread went through."""
+    return [int(arguments[0]) for name, arguments in fake.calls if name == MODE]

@@ -14,8 +14,9 @@ import collective_workers as work
 import cupy
 import numpy as np
 import pytest
-from collective_workers import Buffers, got, meet, put
-from device_ranks import device, engine_of, filled, ranks, zero_copy
+from collective_memory import filled, got, put
+from collective_workers import Buffers, meet
+from device_ranks import device, engine_of, ranks, zero_copy
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator, MemoryPool

@@ -8,8 +8,9 @@ import collective_workers as work
 import cupy
 import numpy as np
 import pytest
-from collective_workers import got, meet, put
-from device_ranks import device, filled, ranks
+from collective_memory import filled, got, put
+from collective_workers import meet
+from device_ranks import device, ranks
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator
@@ -116,5 +117,24 @@ def test_a_send_recv_is_captured_while_a_send_to_the_peer_is_under_way(
             assert (got(target) == peer).all()
             meet(comm)
             del graph
+
+        work.run(comms, body)
+
+
+def test_a_rank_that_exchanges_overlapping_arrays_with_itself_says_that_it_copied(
+    device: EmulatedDriver,
+) -> None:
+    """It ends a transfer that called a copy zero-copy, where the way to a peer did not."""
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.arange(20, dtype="f4"))
+            comm.send_recv(array[:15], array[5:], comm.rank)
+            meet(comm)
+            np.testing.assert_array_equal(got(array)[5:], np.arange(15, dtype="f4"))
+            transfer = comm.last_transfer
+            assert transfer is not None
+            assert not transfer.zero_copy
+            assert "overlaps" in transfer.reason
 
         work.run(comms, body)

@@ -12,8 +12,9 @@ import collective_workers as work
 import group_workers
 import numpy as np
 import pytest
-from collective_workers import got, meet, put
-from device_ranks import device, filled, ranks
+from collective_memory import filled, got, put
+from collective_workers import meet
+from device_ranks import device, ranks
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import AgreementError, ClosedError, Communicator, MismatchError, PeerTimeoutError

@@ -13,8 +13,9 @@ from typing import Any
 import collective_workers as work
 import numpy as np
 import pytest
-from collective_workers import Buffers, got, meet
-from device_ranks import device, engine_of, filled, ranks
+from collective_memory import filled, got
+from collective_workers import Buffers, meet
+from device_ranks import device, engine_of, ranks
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator

@@ -10,8 +10,9 @@ import collective_workers as work
 import cupy
 import numpy as np
 import pytest
-from collective_workers import got, meet, put
-from device_ranks import device, engine_of, filled, ranks, zero_copy
+from collective_memory import filled, got, put
+from collective_workers import meet
+from device_ranks import device, engine_of, ranks, zero_copy
 from emulated_driver import EmulatedDriver
 
 import cupy_zc
@@ -214,6 +215,48 @@ def test_a_replay_that_a_rank_does_not_make_is_told_by_the_next_call(
         work.run(comms, body)
         for comm in comms:
             comm.close()  # without force: what failed is over
+
+
+def test_calls_of_a_loop_release_what_a_graph_held_that_is_gone(device: EmulatedDriver) -> None:
+    """It ends leases that lived on beside a loop, whose calls take the short way."""
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            stream = device.make_stream(non_blocking=True)
+            array = filled(comm, np.ones(100, "f4"))
+            graph = captured(comm, stream, array)
+            for _ in range(3):
+                comm.all_reduce(array, array, "max")
+            comm.synchronize()
+            leases = comm._registry.leases
+            assert leases._live
+            del graph
+            work.collected(lambda: all(lease.released for lease in leases._live.values()))
+            comm.all_reduce(array, array, "max")
+            assert not leases._live
+            meet(comm)
+
+        work.run(comms, body)
+
+
+def test_the_null_stream_that_a_call_names_is_waited_for_whichever_is_current(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranks(2, device) as comms:
+        null = device.current_stream()
+        assert null.ptr == 0
+        recorded: list[Any] = []
+        record = device.record_event
+        monkeypatch.setattr(device, "record_event", lambda s: recorded.append(s) or record(s))
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(100, "f4"))
+            comm.all_reduce(array, array, stream=null)
+            comm.synchronize()
+            assert (got(array) == 2).all()
+
+        work.run(comms, body)
+        assert recorded.count(null) == 2
 
 
 def test_a_graph_reads_its_table_of_windows_after_it_grew(device: EmulatedDriver) -> None:

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import collective_workers as work
 import cupy
 import numpy as np
 import pytest
-from collective_workers import Buffers, got, meet, put
+from collective_memory import filled, got, put
+from collective_workers import Buffers, meet
+from gpu_ranks import SIZES, TYPES, ranks
 
 import cupy_zc
-from cupy_zc import Communicator, MismatchError, PeerTimeoutError
-from cupy_zc.driver import select
+from cupy_zc import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
-
-SIZES = [2, 3, 4, 8]
-#: What the quick run compiles kernels for; the emulation covers all of them.
-TYPES = {"bool", "int8", "float16", "float32", "int64", "complex128"}
-
-
-@contextmanager
-def ranks(n: int, **options: Any) -> Iterator[list[Communicator]]:
-    with work.communicators(n, driver=select("cuda"), **{"register": "manual", **options}) as comms:
-        yield comms
-
-
-def filled(comm: Communicator, numbers: Any) -> cupy.ndarray:
-    """A registered array with these numbers. Collective."""
-    values = np.asarray(numbers)
-    array = comm.empty(values.shape, values.dtype)
-    put(array, values)
-    return array
 
 
 @pytest.mark.parametrize("n", [1, *SIZES])
@@ -260,197 +240,3 @@ def test_ranks_that_share_a_gpu_may_use_the_null_stream() -> None:
         for thread in threads:
             thread.join(60)
         assert done == [48, 48]
-
-
-# Point to point
-
-
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("count", [0, 3, 5000, 1 << 20])
-def test_a_ring_of_sends_before_any_receive_does_not_dead_lock(n: int, count: int) -> None:
-    with ranks(n) as comms:
-
-        def body(comm: Communicator) -> None:
-            right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
-            sent = [filled(comm, np.full(count, 10 * comm.rank + i, "f4")) for i in range(20)]
-            taken = [comm.empty(count, "f4") for _ in sent]
-            meet(comm)
-            for array in sent:
-                comm.send(array, right)
-                array.data.memset_async(0, array.nbytes, cupy.cuda.get_current_stream())
-            for array in taken:
-                comm.recv(array, left)
-            meet(comm)
-            for i, array in enumerate(taken):
-                np.testing.assert_array_equal(got(array), np.full(count, 10 * left + i, "f4"))
-
-        work.run(comms, body)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2047, 2049, 300_001, 9 << 20])
-def test_send_recv_exchanges_arrays_and_meets_a_send_and_a_recv(count: int) -> None:
-    with ranks(2) as comms:
-
-        def body(comm: Communicator) -> None:
-            source = filled(comm, np.arange(count, dtype="f4") + comm.rank)
-            target = comm.empty(count, "f4")
-            meet(comm)
-            comm.send_recv(source, target, 1 - comm.rank)
-            meet(comm)
-            np.testing.assert_array_equal(got(target), np.arange(count, dtype="f4") + 1 - comm.rank)
-            if comm.rank:
-                comm.send_recv(source, target, 0)
-            else:
-                comm.send(source, 1)
-                comm.recv(target, 1)
-            meet(comm)
-            np.testing.assert_array_equal(got(target), np.arange(count, dtype="f4") + 1 - comm.rank)
-
-        work.run(comms, body)
-
-
-@pytest.mark.parametrize("count", [100, 3 << 20])
-def test_what_goes_to_one_peer_keeps_its_order_whatever_calls_it_goes_by(count: int) -> None:
-    """A send is pushed by itself; a send_recv right behind it must not overtake it."""
-    with ranks(2) as comms:
-
-        def body(comm: Communicator) -> None:
-            peer = 1 - comm.rank
-            sent = [filled(comm, np.full(count, 10 * comm.rank + i, "f4")) for i in range(6)]
-            taken = [comm.empty(count, "f4") for _ in sent]
-            meet(comm)
-            for i in (0, 2, 4):
-                comm.send(sent[i], peer)
-                if i:  # the peer's half of it comes later than its sends
-                    comm.recv(taken[i - 2], peer)
-                    comm.recv(taken[i - 1], peer)
-                comm.send(sent[i + 1], peer)
-            comm.recv(taken[4], peer)
-            comm.recv(taken[5], peer)
-            comm.send(sent[0], peer)
-            comm.recv(taken[0], peer)
-            comm.send_recv(sent[1], taken[1], peer)
-            meet(comm)
-            for i, array in enumerate(taken):
-                np.testing.assert_array_equal(got(array), np.full(count, 10 * peer + i, "f4"))
-
-        work.run(comms, body)
-
-
-def test_a_rank_sends_to_itself() -> None:
-    with ranks(2) as comms:
-
-        def body(comm: Communicator) -> None:
-            one, other = filled(comm, np.arange(9)), comm.zeros(9, "i8")
-            comm.send(one, comm.rank)
-            put(one, np.zeros(9, "i8"))
-            comm.recv(other, comm.rank)
-            np.testing.assert_array_equal(got(other), np.arange(9))
-            comm.send(one, comm.rank)
-            with pytest.raises(MismatchError, match="8 elements of int64"):
-                comm.recv(other[:8], comm.rank)
-            with pytest.raises(MismatchError, match="has sent nothing"):
-                comm.recv(other, comm.rank)
-
-        work.run(comms, body)
-
-
-def test_a_receiver_that_expects_another_array_is_told_and_nothing_is_written() -> None:
-    with ranks(2) as comms:
-
-        def body(comm: Communicator) -> None:
-            array = filled(comm, np.full(50, comm.rank, "f4"))
-            meet(comm)
-            if comm.rank:
-                comm.recv(array[:40], 0)
-                with pytest.raises(MismatchError, match="rank 0 has 50 elements of float32"):
-                    comm.synchronize()
-                np.testing.assert_array_equal(got(array), np.ones(50, "f4"))
-            else:
-                comm.send(array, 1)
-
-        work.attempt(comms, body)
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("culprit_count", "culprit_dtype", "culprit_op"),
-    [(99, "f4", "sum"), (100, "i4", "sum"), (100, "f4", "max")],
-)
-@pytest.mark.parametrize("size", [1, 1 << 17])
-def test_a_call_that_differs_is_a_mismatch_on_every_rank_and_writes_nothing(
-    culprit_count: int, culprit_dtype: str, culprit_op: str, size: int
-) -> None:
-    with ranks(3) as comms:
-
-        def body(comm: Communicator) -> str:
-            odd = comm.rank == 1
-            count = size * (culprit_count if odd else 100)
-            array = comm.empty(400 * size, "u1")
-            for kind, op in (("f4", "sum"), (culprit_dtype, culprit_op)):
-                warm = array[: 400 * size].view(kind)
-                comm.all_reduce(warm, warm, op)  # loaded, before anybody waits
-            put(array, np.full(400 * size, 7, "u1"))
-            view = array[: 4 * count].view(culprit_dtype if odd else "f4")
-            meet(comm)
-            begin = time.monotonic()
-            comm.all_reduce(view, view, culprit_op if odd else "sum")
-            with pytest.raises(MismatchError) as caught:
-                comm.synchronize()
-            assert time.monotonic() - begin < 15
-            np.testing.assert_array_equal(got(array), np.full(400 * size, 7, "u1"))
-            with pytest.raises(cupy_zc.ClosedError):
-                comm.all_reduce(view, view)
-            comm.close()
-            return str(caught.value)
-
-        for text in work.run(comms, body):
-            assert "all_reduce(count=" in text
-
-
-def test_a_rank_that_stops_calling_is_named_in_time_and_the_context_lives_on() -> None:
-    with ranks(3, timeout=2) as comms:
-
-        def body(comm: Communicator) -> None:
-            small, large = comm.zeros(10, "f4"), comm.zeros(1 << 21, "f4")
-            comm.all_reduce(small, small)  # compiled
-            comm.all_reduce(large, large)
-            comm.synchronize()
-            if comm.rank == 2:
-                return
-            begin = time.monotonic()
-            comm.all_reduce(large, large)
-            with pytest.raises(PeerTimeoutError, match="rank 2") as caught:
-                comm.synchronize()
-            assert caught.value.ranks == (2,)
-            assert 1.5 < time.monotonic() - begin < 6
-            with pytest.raises(cupy_zc.ClosedError):
-                comm.all_reduce(small, small)
-            put(small, np.ones(10, "f4"))
-            np.testing.assert_array_equal(got(small), np.ones(10, "f4"))
-
-        work.run(comms, body)
-
-
-# Life
-
-
-def test_two_hundred_communicators_leave_no_memory_behind() -> None:
-    driver = select("cuda")
-    free = []
-    for number in range(200):
-        with ranks(2) as comms:
-
-            def body(comm: Communicator) -> None:
-                one, other = comm.zeros(1000, "f4"), comm.zeros(1000, "f4")
-                comm.all_reduce(one, one)
-                comm.send(one, 1 - comm.rank)
-                comm.recv(other, 1 - comm.rank)
-                comm.synchronize()
-
-            work.run(comms, body)
-        if number in (40, 199):  # what CUDA allocates for a first time is there by then
-            free.append(driver.memory_info(0).free)
-    assert free[0] - free[1] < 32 << 20

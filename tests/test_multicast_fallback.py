@@ -40,22 +40,13 @@ from cupy_zc import (
 from cupy_zc.config import multicast_refusal
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.driver.host_multicast import SLOTS
-from cupy_zc.memory.pool import reap
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left_open")]
 
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:
     work.run_elsewhere(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_open() -> Any:
-    with work.group_workers.flat_descriptors():
-        yield
-        gc.collect()
-        reap()
 
 
 # A later arena, and a later segment of an arena

@@ -7,7 +7,6 @@ Each step with each rank that takes it. Later steps: ``test_multicast_fallback.p
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import time
 from typing import Any
@@ -40,25 +39,16 @@ from cupy_zc import (
     config,
 )
 from cupy_zc.config import multicast_refusal
-from cupy_zc.memory.pool import reap
 from cupy_zc.registration import HostProbe, Target
 from cupy_zc.registration import multicast as module
 from cupy_zc.registration import multicast_team as team
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left_open")]
 
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:
     work.run_elsewhere(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_open() -> Any:
-    with work.group_workers.flat_descriptors():
-        yield
-        gc.collect()
-        reap()
 
 
 @pytest.fixture

@@ -34,18 +34,12 @@ from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory.pool import reap
 from cupy_zc.registration.multicast_team import Team
 
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
 
 @pytest.mark.skipif(multicast_refusal() is None, reason="multicast is not switched off here")
 def test_the_rest_of_this_file() -> None:
     work.run_elsewhere(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_open() -> Any:
-    with work.group_workers.flat_descriptors():
-        yield
-        gc.collect()
-        reap()
 
 
 def agree_on_bindings(made: list[Rank], offsets: list[int], arena: int = 1) -> None:

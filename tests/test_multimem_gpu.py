@@ -13,8 +13,9 @@ from typing import Any
 import collective_workers as work
 import numpy as np
 import pytest
-from collective_workers import Buffers, Case, got, meet, put
-from test_device_gpu import TYPES, filled
+from collective_memory import filled, got, put
+from collective_workers import Buffers, Case, meet
+from gpu_ranks import TYPES
 
 import cupy_zc
 from cupy_zc import Communicator, MismatchError, PeerTimeoutError

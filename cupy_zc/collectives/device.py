@@ -28,7 +28,7 @@ from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
 from .device_plan import Launch, Machine, plan_of
-from .device_setup import lines_are_whole, machine_of, step, test_mappings, zero_on_all
+from .device_setup import lines_are_whole, machine_of, step, try_mappings, zero_on_all
 from .device_windows import WindowTable
 from .engine import Place, Repeat
 from .plan import ROLES, Operation
@@ -121,7 +121,7 @@ class DeviceEngine:
             self._timeout,
         )  # fmt: skip
         if number == 0 and self.size > 1:
-            test_mappings(lane, self._registry, self._side)
+            try_mappings(lane, self._registry, self._side)
         address = lane.addresses[self.rank]
         zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
         self._lanes[number] = lane

@@ -98,6 +98,8 @@ class Health:
     def wait(self, point: Any, missing: Callable[[], Collection[int]]) -> None:
         """Wait for a stream or an event.
 
+        It takes as long as what the caller enqueued before; kernels of this package end in time.
+
         Args:
             point: It.
             missing: Gives the ranks that have not come to the call that this one is in.

@@ -22,7 +22,7 @@ from .checks import Checker, overlap
 from .device_args import mix, nanoseconds, unmix
 from .device_copies import Copies
 from .device_lane import Records
-from .device_plan import KEPT_FREE
+from .device_plan import KEPT_FREE, THREADS
 from .dtypes import DTYPES
 from .point_to_point import Letter, Parcel
 
@@ -32,7 +32,6 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
 #: ``MailPart.peer`` where a launch does not push, or does not drain.
 NOBODY = (1 << 64) - 1
-THREADS = 512
 MAX_TRACKS = 64
 
 
@@ -163,19 +162,15 @@ class DeviceMail:
         if peer == self.rank:
             return self._to_itself(letter, stream), None
         if given is not None and taken is not None:
-            source = given.array
-            clash = overlap(given.info, taken.info)
-            if clash:
-                source = self._copy(given, stream)  # freed in the order of the stream
+            source, reason = self._apart(given, taken, stream)
             both = (source.data.ptr, given), (taken.info.ptr, taken)
             made = None
             if self._in_turn(peer) or self._driver.capture_info(stream) is not None:
                 made = self._launch(peer, *both, stream, tracks)
             else:
                 self._swap_behind(peer, *both, stream)
-            reason = "in_array overlaps out_array, so it was copied" if clash else ""
-            done = Transfer("send_recv", "push", not clash, reason, given.nbytes)
-            return done, None if clash else made
+            done = Transfer("send_recv", "push", not reason, reason, given.nbytes)
+            return done, None if reason else made
         if taken is not None:
             made = self._launch(peer, None, (taken.info.ptr, taken), stream, tracks)
             return Transfer("recv", "push", True, "", taken.nbytes), made
@@ -237,6 +232,13 @@ class DeviceMail:
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
         return self._copies.of(parcel.info.ptr, parcel.nbytes, stream)
 
+    def _apart(self, given: Parcel, taken: Parcel, stream: Any) -> tuple[Any, str]:
+        """What to send where the receiving array must not overlap it, and why it is a copy."""
+        if not overlap(given.info, taken.info):
+            return given.array, ""
+        copy = self._copy(given, stream)  # freed in the order of the stream
+        return copy, "in_array overlaps out_array, so it was copied"
+
     def _in_turn(self, peer: int) -> bool:
         """Whether all that was sent to a peer before has been pushed."""
         ahead = self._streams.get(peer)
@@ -266,11 +268,9 @@ class DeviceMail:
     def _to_itself(self, letter: Letter, stream: Any) -> Transfer:
         given, taken = letter.given, letter.taken
         if given is not None and taken is not None:
-            source = given.info.ptr
-            if overlap(given.info, taken.info):
-                source = self._copy(given, stream).data.ptr  # freed in the order of the stream
-            self._driver.copy(taken.info.ptr, source, given.nbytes, stream)
-            return Transfer("send_recv", "copy", True, "", given.nbytes)
+            source, reason = self._apart(given, taken, stream)
+            self._driver.copy(taken.info.ptr, source.data.ptr, given.nbytes, stream)
+            return Transfer("send_recv", "copy", not reason, reason, given.nbytes)
         if given is not None:
             self._own.append((given.kind, self._copy(given, stream)))
             return Transfer("send", "copy", False, "a send does not wait", given.nbytes)

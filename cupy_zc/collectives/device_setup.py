@@ -18,12 +18,12 @@ from ..errors import Error
 from ..group import vote
 from ..group.naming import sides
 from ..registration import Registry
-from .device_args import EVERY_RANK, MAX_RANKS
+from .device_args import EVERY_RANK, MAX_RANKS, nanoseconds
 from .device_kernels import launch_with
 from .device_lane import DeviceLane
 from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
 
-__all__ = ["lines_are_whole", "machine_of", "step", "test_mappings", "zero_on_all"]
+__all__ = ["lines_are_whole", "machine_of", "step", "try_mappings", "zero_on_all"]
 
 _log = logging.getLogger("cupy_zc")
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: 
     step(registry, f"zero {what}", zero)
 
 
-def test_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
+def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
     """Write a pattern through every mapping of a peer, and look whether it came there. Collective.
 
     It overwrites the lane.
@@ -142,7 +142,7 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         args = lane.args()
         args.input, args.output = memory.ptr, memory.ptr + PATTERN_BYTES
         args.count, args.element, args.root = PATTERN_BYTES, 1, EVERY_RANK
-        args.budget = int(settings().setup_timeout * 1e9)
+        args.budget = nanoseconds(settings().setup_timeout)
         for turn in range(TURNS):
             _pattern("write", registry, stream, args.input, turn, me, None)
             launch_with(driver, function, 8, THREADS, stream, [args])

@@ -87,7 +87,9 @@ class Line:
         self._repeats: dict[tuple[Any, ...], tuple[_Reference, _Reference, Repeat]] = {}
         #: Calls, and why they staged, that the log knows of.
         self._told: set[tuple[str, ...]] = set()
+        #: In the place of a null stream, and which one that was in the last call.
         self._own_stream: Any = None
+        self._replaced: Any = None
         #: Recorded behind the last call, where its stream cannot be asked later.
         self._event: Any = None
 
@@ -159,6 +161,7 @@ class Line:
         if not self._lock.acquire(False):
             return False
         try:
+            self._registry.leases.glance()
             collective = type(key[0]) is Operation
             numbered = self._automatic and collective
             last = self.last_stream
@@ -199,7 +202,7 @@ class Line:
         last, event = self.last_stream, self._event
         self.last_stream, self._event = stream, None
         if stream is self._own_stream and self._driver.name == "cuda":
-            stream.wait_event(self._driver.record_event(self._driver.current_stream()))
+            stream.wait_event(self._driver.record_event(self._replaced))
         if last is None or (last is stream and event is None):
             return
         if event is None and self.capturing(last):  # an event would become part of the capture
@@ -265,6 +268,7 @@ class Line:
             raise InvalidValueError(self._checker.name(call), "stream", stream, allowed)
         if stream.ptr or not self._threads:
             return stream
+        self._replaced = stream
         if self._own_stream is None:
             self._own_stream = self._driver.make_stream(non_blocking=True)
         return self._own_stream
