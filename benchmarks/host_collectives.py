@@ -4,7 +4,7 @@
 
 Rank 0 prints a table and appends one JSON line for each figure to FILE: milliseconds of a zero-copy
 all_reduce of float32, of mpi4py's `Allreduce` on NumPy arrays, and how many times longer that took;
-microseconds of processor time of a small call on one rank, waiting not counted; registration of
+milliseconds of processor time of a small call on one rank, waiting not counted; registration of
 1 GiB.
 """
 

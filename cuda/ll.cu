@@ -9,11 +9,9 @@
 //   reuse     double by the parity of the epoch, as in negotiate.cuh. A flag repeats after 2^32 - 1
 //             calls on one lane, and in the same buffer after twice that: a packet last written
 //             exactly that many calls ago would be taken for new
-//   in place  the thread that sends an element is the one that later overwrites it
-//   result    reduced in rank order by every rank: bitwise the same on all
-#include "memory.cuh"
+//   in place, result   see packet_fold.cuh; every rank reduces all
 #include "negotiate.cuh"
-#include "packets.cuh"
+#include "packet_fold.cuh"
 #include "select.cuh"
 
 namespace cupy_zc {
@@ -25,36 +23,18 @@ static __device__ __forceinline__ u64* packets_of(const Args& args, u64 epoch, u
     return reinterpret_cast<u64*>(args.lanes[at] + offset + index * PACKET_BYTES);
 }
 
-static __device__ __forceinline__ bool receive(const Args& args, u64 epoch, u64 flag, u32 peer,
-                                               u64 index, Pack& pack) {
-    const u64* const at = packets_of(args, epoch, args.rank, peer, index);
-    Watch watch;
-    while (!load_packets(at, flag, pack)) {
-        if (watch.over(args, epoch, peer)) {
-            return false;
-        }
-    }
-    return true;
-}
-
 template <class R>
 static __device__ __forceinline__ void ll(const Args& args) {
     CUPY_ZC_SHARED(Places, places);
-    constexpr u32 UNIT = Element<typename R::E>::UNIT, UNITS = 16 / UNIT;
     const u64 epoch = begin(args);
     if (epoch == 0) {
         return;
     }
     announce<false>(args, epoch, args.output_location);
     const u64 flag = packet_flag(epoch);
-    const u64 units = args.count * (R::BYTES / UNIT), packs = (units + UNITS - 1) / UNITS;
-    const u64 first = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x;
-    const u64 stride = gridDim.x * static_cast<u64>(blockDim.x);
-    auto valid = [&](u64 i) {
-        return static_cast<u32>(units - i * UNITS < UNITS ? units - i * UNITS : UNITS);
-    };
-    for (u64 i = first; i < packs; i += stride) {
-        const Pack pack = load_pack<UNIT>(args.input + i * 16, valid(i));
+    const ArrayPacks<R> packs(args);
+    for (u64 i = packs.first(); i < packs.count(); i += packs.stride()) {
+        const Pack pack = packs.load(i);
         for (u32 step = 1; step < args.size; ++step) {
             const u32 peer = (args.rank + step) % args.size;
             store_packets(packets_of(args, epoch, peer, args.rank, i), pack, flag);
@@ -63,23 +43,10 @@ static __device__ __forceinline__ void ll(const Args& args) {
     if (!agree(args, epoch, args.output_location, places)) {
         return;
     }
-    for (u64 i = first; i < packs; i += stride) {
-        typename R::template Fold<> fold;
-        for (u32 rank = 0; rank < args.size; ++rank) {
-            Pack pack;
-            if (rank == args.rank) {
-                pack = load_pack<UNIT>(args.input + i * 16, valid(i));
-            } else if (!receive(args, epoch, flag, rank, i, pack)) {
-                return;
-            }
-            if (rank == 0) {
-                fold.start(pack);
-            } else {
-                fold.add(pack);
-            }
-        }
-        store_pack<UNIT>(args.output + i * 16, valid(i), fold.result(args.size));
-    }
+    packs.reduce([&](u32 rank, u64 i, Pack& pack) {
+        const u64* const at = packets_of(args, epoch, args.rank, rank, i);
+        return take_packets(args, epoch, flag, rank, at, pack);
+    });
 }
 
 }  // namespace cupy_zc

@@ -12,8 +12,7 @@
 //   alias       a multicast address and the ordinary ones are aliases of the same bytes. Accesses
 //               through one and through another are ordered only if, beside everything else, some
 //               thread on the way from one to the other calls fence_alias
-//   needs       sm_90. Every instruction of the table of types and operations is here, the few that
-//               no reduction takes today among them
+//   needs       sm_90
 //
 // A host emulation supplies a header of this name in its place; nothing else differs there.
 #pragma once
@@ -74,17 +73,12 @@ CUPY_ZC_LD_REDUCE_32(max_s32, "max.s32")
 CUPY_ZC_LD_REDUCE_32(add_u32, "add.u32")
 CUPY_ZC_LD_REDUCE_32(min_u32, "min.u32")
 CUPY_ZC_LD_REDUCE_32(max_u32, "max.u32")
-CUPY_ZC_LD_REDUCE_32(and_b32, "and.b32")
-CUPY_ZC_LD_REDUCE_32(or_b32, "or.b32")
-CUPY_ZC_LD_REDUCE_32(xor_b32, "xor.b32")
 CUPY_ZC_LD_REDUCE_WORDS(add_u64, "add.u64")  // of s64 as well: the same bits
 CUPY_ZC_LD_REDUCE_WORDS(min_s64, "min.s64")
 CUPY_ZC_LD_REDUCE_WORDS(max_s64, "max.s64")
 CUPY_ZC_LD_REDUCE_WORDS(min_u64, "min.u64")
 CUPY_ZC_LD_REDUCE_WORDS(max_u64, "max.u64")
-CUPY_ZC_LD_REDUCE_WORDS(and_b64, "and.b64")
 CUPY_ZC_LD_REDUCE_WORDS(or_b64, "or.b64")
-CUPY_ZC_LD_REDUCE_WORDS(xor_b64, "xor.b64")
 #undef CUPY_ZC_LD_REDUCE_V4
 #undef CUPY_ZC_LD_REDUCE_32
 #undef CUPY_ZC_LD_REDUCE_64

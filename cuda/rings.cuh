@@ -35,7 +35,6 @@ static_assert(DEPTH < (1ull << (NUMBER_BITS - 1)), "a number says which of two i
 static __device__ __forceinline__ u64 pairs() { return gridDim.x / 2; }
 static __device__ __forceinline__ u64 pair() { return blockIdx.x / 2; }
 static __device__ __forceinline__ bool sends() { return blockIdx.x % 2 == 0; }
-static __device__ __forceinline__ bool receives() { return blockIdx.x % 2 != 0; }
 
 // Bytes of a slot; 0 where there are no pairs, no peers, or too little scratch.
 static __device__ __forceinline__ u64 slot_bytes(const Args& args) {

@@ -34,6 +34,8 @@ CALLS = (
     "empty",
     "zeros",
     "collect",
+    "split",
+    "close",
     "synchronize",
 )
 

@@ -13,6 +13,8 @@ Array = np.ndarray[Any, Any]
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 ROUNDS = 20 if THOROUGH else 1
+#: Calls that a lane has seen, just before the number of one would give a flag of 0.
+WRAPS = ((1 << 32) - 4, (1 << 32) - 3, (1 << 33) - 3)
 SIZES = (1, 2, 3, 4, 8)
 #: By number, as the kernels and the plan have them.
 DTYPES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = [
     "multimem_launch",
     "odd_multimem_launch",
     "verify",
+    "wrapping_launches",
 ]
 
 #: By the instructions that the emulation stands in for, and by ordinary accesses.
@@ -102,6 +104,15 @@ def multimem_launch(
     if case == "ll":
         launch.packs = -(-launch.packs * size // (size - 1))
     return launch
+
+
+def wrapping_launches(rng: np.random.Generator, policy: str, epoch: int) -> Iterator[Launch]:
+    """An all-reduce in fresh lanes that have seen ``epoch`` calls, and one in packets after it."""
+    for case in ("all_reduce", "ll"):
+        launch = multimem_launch(rng, policy, case, 3, count=200, repeats=2)
+        launch.packs, launch.lines, launch.chunk = 128, 0, 768
+        launch.fresh, launch.epoch = case == "all_reduce", epoch
+        yield launch
 
 
 def verify(launch: Launch, outcomes: list[Outcome]) -> None:

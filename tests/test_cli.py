@@ -107,15 +107,25 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(CliRunner().invoke(cli, ["demo"]).exception, ZeroDivisionError)
 
 
-def test_verbose_shows_the_log() -> None:
-    done = process("-v", "demo", "leak", "--help", CUPY_ZC_DRIVER="auto")
-    assert done.returncode == 0
-    shown: list[Any] = []
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr("logging.basicConfig", lambda **settings: shown.append(settings))
-        CliRunner().invoke(cli, ["-v", "demo", "nothing"])
-    assert len(shown) == 1
+@pytest.mark.parametrize("verbose", [False, True])
+def test_verbose_shows_the_log_of_the_package_and_of_nobody_else(verbose: bool) -> None:
+    """It ends hundreds of lines of other packages, with none of ours among them."""
+    code = (
+        "import logging, click, sys; from cupy_zc.cli import app, demo\n"
+        "def said():\n"
+        "    logging.getLogger('cupy_zc').debug('of ours')\n"
+        "    logging.getLogger('matplotlib').debug('of theirs')\n"
+        "demo.command = click.command('said')(said)\n"
+        "app.cli(sys.argv[1:])"
+    )
+    words = [*(["-v"] if verbose else []), "demo"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert ("cupy_zc DEBUG: of ours" in done.stderr) == verbose
+    assert "of theirs" not in done.stderr
 
 
 class Terminal:
@@ -282,6 +292,17 @@ def test_selftest_gives_up_on_what_hangs(one: Any, monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(cli, ["selftest"])
     assert result.exit_code == Exit.FINDING
     assert "did not end in 0.2 s" in result.stdout
+
+
+def test_an_example_that_cannot_be_started_is_a_failure_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Example, "command", lambda self, ranks, arguments: ["/nonexistent"])
+    examples = {name: Example("pool_map.py", "", 1) for name in ("one", "two")}
+    monkeypatch.setattr(selftest, "EXAMPLES", examples)
+    result = CliRunner().invoke(cli, ["selftest"])
+    assert result.exit_code == Exit.FINDING
+    assert result.stdout.count("cannot be started") == 2
 
 
 def test_selftest_names_what_it_could_not_run(one: Any) -> None:

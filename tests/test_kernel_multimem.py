@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulated import FIBERS, MISMATCH, SMALL, TIMEOUT, Emulation, build, build_directory, mutant
-from emulated_cases import FLOAT64, ROUNDS, THOROUGH, same
+from emulated_cases import FLOAT64, ROUNDS, THOROUGH, WRAPS, same
 from emulated_multimem import (
     CASES,
     MOVING,
@@ -20,6 +20,7 @@ from emulated_multimem import (
     multimem_launch,
     odd_multimem_launch,
     verify,
+    wrapping_launches,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -260,3 +261,14 @@ def test_a_rank_that_does_not_come_to_the_last_meeting_is_named_when_the_budget_
     for outcome in outcomes:
         assert (outcome.code, outcome.rank) == (TIMEOUT, late)
         assert 5_000_000 <= outcome.detail < 6_000_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("epoch", WRAPS)
+def test_fresh_memory_is_not_taken_for_a_packet_where_flags_wrap(
+    emulation: Emulation, epoch: int, policy: str
+) -> None:
+    """It ends flags of 0, which the packets that are stored once for all still had."""
+    for seed in range(20):
+        for launch in wrapping_launches(np.random.default_rng(seed), policy, epoch):
+            verify(launch, emulation.run(launch))

@@ -21,7 +21,15 @@ from emulated import (
     build_directory,
     mutant,
 )
-from emulated_multimem import CASES, POLICIES, multimem_launch, odd_multimem_launch, verify
+from emulated_cases import WRAPS
+from emulated_multimem import (
+    CASES,
+    POLICIES,
+    multimem_launch,
+    odd_multimem_launch,
+    verify,
+    wrapping_launches,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first test compiles them all
 
@@ -47,6 +55,10 @@ def exercise(program: Path, kernels: tuple[str, ...], *, threads: bool) -> None:
                     launch = small_launch(seed, policy, case, size, mixed=seed % 2 == 1)
                     launch.budget = 20 * 10**9 if threads else 50 * 10**6
                     verify(launch, running.run(launch))
+            if case == "ll":
+                for epoch in WRAPS:
+                    for launch in wrapping_launches(np.random.default_rng(0), policy, epoch):
+                        verify(launch, running.run(launch))
             if not threads:
                 outcomes = running.run(odd_multimem_launch(policy, case, 3, 1))
                 assert all(each.untouched and each.code == MISMATCH for each in outcomes)
@@ -92,6 +104,8 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
         "wait.cuh", "(1ull << TICKET_BITS) - tickets", "0 - tickets",
         ("hardware ll", "hardware all_reduce"), False),
     "second place of packets": (LL, "epoch & 1", "epoch & 0", ("hardware ll",), False),
+    "flags other than 0": (
+        "packets.cuh", "number % 0xffffffff + 1", "number", ("hardware ll",), False),
     "flag of a packet": (
         "packets.cuh", "is_of(high.high, flag)", "true", ("hardware ll", "emulated ll"), False),
     "wait for the fingerprints": (

@@ -32,17 +32,12 @@ LOADS = {
     "add_u32": ("add.u32", 4),
     "min_u32": ("min.u32", 4),
     "max_u32": ("max.u32", 4),
-    "and_b32": ("and.b32", 4),
-    "or_b32": ("or.b32", 4),
-    "xor_b32": ("xor.b32", 4),
     "add_u64": ("add.u64", 2),
     "min_s64": ("min.s64", 2),
     "max_s64": ("max.s64", 2),
     "min_u64": ("min.u64", 2),
     "max_u64": ("max.u64", 2),
-    "and_b64": ("and.b64", 2),
     "or_b64": ("or.b64", 2),
-    "xor_b64": ("xor.b64", 2),
 }
 STORE, STORE_WORD = "multimem.st.relaxed.sys.global.v4.f32", "multimem.st.relaxed.sys.global.b64"
 ADD, FENCE = "multimem.red.release.sys.global.add.u64", "fence.proxy.alias"

@@ -66,7 +66,8 @@ class _Commands(click.Group):
 def cli(*, verbose: bool) -> None:
     """Zero-copy memory and collectives for CuPy: look at them, try them, measure them."""
     if verbose:
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s %(levelname)s: %(message)s")
+        logging.basicConfig(format="%(name)s %(levelname)s: %(message)s")
+        logging.getLogger("cupy_zc").setLevel(logging.DEBUG)
 
 
 def main() -> None:

@@ -107,4 +107,6 @@ def run(
             command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise CannotError(f"{Path(command[-1]).name} did not end in {timeout:g} s") from error
+        raise CannotError(f"it did not end in {timeout:g} s") from error
+    except OSError as error:
+        raise CannotError(f"it cannot be started: {error}") from error

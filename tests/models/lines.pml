@@ -22,7 +22,7 @@
  * Properties (assertions, and no state without a way on but that of a failed lane)
  *   the data read are those of this call; nothing is written while a rank calls something else, and
  *   then every rank fails; no wait is for ever
- * A flag repeats after 2^40 calls, that of a packet after 2^32, here after EPOCHS: a place that was
+ * A flag repeats after 2^40 calls, that of a packet after 2^32 - 1, here after EPOCHS: a place that was
  * last written exactly so many calls ago looks new. The kernels have that limit; the program here
  * leaves no place alone for so long (`idle`).
  *
