@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import cupy
+
 from .driver import select
+from .driver.api import using_stream
 from .driver.host_stream import HostStream
 from .errors import InvalidTypeError
 
@@ -53,8 +56,8 @@ def enqueue(work: Callable[[], object], stream: Any) -> None:
     """
     if isinstance(stream, HostStream):
         stream.enqueue(lambda: _call(work))
-    elif hasattr(stream, "ptr") and hasattr(stream, "__enter__"):
-        with stream:
+    elif hasattr(stream, "ptr") and hasattr(stream, "use"):
+        with using_stream(stream, cupy.cuda.get_current_stream):
             work()
     else:
         raise InvalidTypeError("enqueue", "stream", stream, "a stream of CuPy or the host driver")

@@ -381,3 +381,14 @@ def test_a_dropped_stream_is_gone(host):
     gone = weakref.ref(host.make_stream())
     gc.collect()
     assert gone() is None
+
+
+def test_a_with_block_forgets_what_use_chose_as_in_cupy(host, stream):
+    null, inner = host.current_stream(), host.make_stream()
+    stream.use()
+    with inner:
+        stream.use()
+        with inner:
+            assert host.current_stream() is inner
+        assert host.current_stream() is inner
+    assert host.current_stream() is null

@@ -247,7 +247,7 @@ class Communicator(Calls, SymmetricArrays):
     @property
     def last_transfer(self) -> Transfer | None:
         """What the last call that ran did; None before the first one."""
-        return self._engine.last
+        return self._engine.last(ended=self._line.is_idle())
 
     def barrier(self) -> None:
         """Return when all ranks have called it and this communicator's work before it is done.

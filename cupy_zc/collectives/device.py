@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from ..driver.api import KernelDriver
-from ..group.naming import name_ranks
+from ..driver.api import KernelDriver, using_stream
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer, transfer_of
 from .checks import Checker
@@ -77,7 +77,7 @@ class DeviceEngine:
         self.rank = checker.rank
         self.size = checker.size
         self.done: Done | None = None
-        #: That of the last call.
+        #: That of the last call, where it can still be asked for that call later.
         self.stream: Any = None
         self._registry = registry
         self._heap = heap
@@ -142,6 +142,10 @@ class DeviceEngine:
         self._bound = bound
         self._shapes.clear()
 
+    def _aside(self) -> AbstractContextManager[None]:
+        """A block whose work goes past the streams of calls."""
+        return using_stream(self._side, self._driver.current_stream)
+
     # Errors, and waiting
 
     def check(self, call: object) -> None:
@@ -161,7 +165,7 @@ class DeviceEngine:
         self._health.wait(point, self._missing)
 
     def _missing(self) -> list[int]:
-        with self._driver.use_device(self._device), self._side:
+        with self._driver.use_device(self._device), self._aside():
             return self._lanes[0].missing()
 
     def close(self) -> None:
@@ -170,14 +174,17 @@ class DeviceEngine:
         Now, and not when the last reference is dropped: to release it, some pool would have to wait
         for the device, in the middle of a call of another communicator.
         """
-        self._mail.close()
-        for number in self._lanes.keys() - set(self._registry.lanes.held):
-            self._lanes[number].close()
         self._shapes.clear()
-        self._repeat = self.done = self.stream = None
-        self._windows.close()
-        self._copies.close()
-        self._health.close()
+        self._repeat = self.stream = None
+        with ExitStack() as stack:
+            stack.callback(self._health.close)
+            stack.callback(self._copies.close)
+            stack.callback(self._windows.close)
+            for number in self._lanes.keys() - set(self._registry.lanes.held):
+                stack.callback(self._lanes[number].close)
+            stack.callback(self._mail.close)
+            transfer = self.last(ended=self.is_well())  # it can still be asked for
+            self.done = None if transfer is None else Done(None, 0, None, transfer, None)
 
     # Where arrays are
 
@@ -250,7 +257,7 @@ class DeviceEngine:
     def invalidate(self) -> None:
         """Make replays of all graphs do nothing from now on. Waits for those under way."""
         self._driver.synchronize(self._device)
-        with self._side:
+        with self._aside():
             for number, lane in self._lanes.items():
                 if number:
                     lane.shut()
@@ -273,7 +280,7 @@ class DeviceEngine:
     def _deliver(self, letter: Letter, stream: Any) -> None:
         transfer, made = self._mail.enqueue(letter, stream)
         self.done = done = Done(None, 0, None, transfer, None)
-        self.stream = stream
+        self._in(stream)
         if made is not None:
             self._repeat = RepeatedLetter(self, made, done)
 
@@ -287,7 +294,7 @@ class DeviceEngine:
             self.done = Done(
                 call.operation, call.root, plan, transfer_of(call, plan.algorithm, 1), None
             )
-            self.stream = stream
+            self._in(stream)
             return
         self._windows.refresh()
         shape = self._shape_of(call, lane)
@@ -305,11 +312,15 @@ class DeviceEngine:
         if reasons:
             transfer = dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
         # What peers do with a captured call is known when its graph is replayed, and not here.
-        where = None if lane else self._lanes[lane]
+        remote = plan.input_remote or plan.output_remote
+        where = self._lanes[lane] if remote and not lane else None
         self.done = done = Done(call.operation, call.root, plan, transfer, where)
-        self.stream = stream
+        self._in(stream)
         if not call.clash and not lane:
             self._repeat = RepeatedCall(self, shape, done, self._registry.version)
+
+    def _in(self, stream: Any) -> None:
+        self.stream = stream if self._driver.keeps_stream(stream) else None
 
     def repeat(self) -> Repeat | None:
         """The call that was enqueued last, to be made again; see :meth:`Engine.repeat`."""
@@ -371,28 +382,10 @@ class DeviceEngine:
 
     # What it did
 
-    @property
-    def last(self) -> Transfer | None:
+    def last(self, *, ended: bool) -> Transfer | None:
         """What the last call did; what peers staged is known once it has ended."""
-        if self.done is None:
-            return None
-        operation, root, plan, transfer, lane = self.done
-        if lane is None or plan is None or not (plan.input_remote or plan.output_remote):
-            return transfer
-        if self._is_capturing(self.stream) or not self.stream.done:
-            return transfer
-        with self._driver.use_device(self._device), self._side:
-            said = lane.staging(self.size)
-        gets = range(self.size)
-        if operation in (Operation.REDUCE, Operation.GATHER):
-            gets = range(root, root + 1)
-        staging = [
-            peer
-            for peer, (given, taken) in enumerate(said)
-            if peer != self.rank
-            and ((plan.input_remote and given) or (plan.output_remote and taken and peer in gets))
-        ]
-        if not staging:
-            return transfer
-        reasons = [*filter(None, [transfer.reason]), f"{name_ranks(staging)} staged"]
-        return dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
+        done = self.done
+        if done is None or done.lane is None or not ended:
+            return done and done.transfer
+        with self._driver.use_device(self._device), self._aside():
+            return done.with_staging(done.lane.staging(self.size), self.rank)

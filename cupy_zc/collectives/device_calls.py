@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..group.naming import name_ranks
 from .call import Transfer
 from .device_args import Args
 from .device_lane import DeviceLane
@@ -51,7 +53,30 @@ class Done(NamedTuple):
     plan: Launch | None
     #: As far as this rank knows.
     transfer: Transfer
+    #: None where nothing is to be learned from peers.
     lane: DeviceLane | None
+
+    def with_staging(self, said: Sequence[tuple[bool, bool]], rank: int) -> Transfer:
+        """What it did, as all ranks know.
+
+        Args:
+            said: Whether input and output of each rank were staged.
+            rank: This one.
+        """
+        plan, gets = self.plan, range(len(said))
+        assert plan is not None  # else there is no lane
+        if self.operation in (Operation.REDUCE, Operation.GATHER):
+            gets = range(self.root, self.root + 1)
+        staging = [
+            peer
+            for peer, (given, taken) in enumerate(said)
+            if peer != rank
+            and ((plan.input_remote and given) or (plan.output_remote and taken and peer in gets))
+        ]
+        if not staging:
+            return self.transfer
+        reasons = [*filter(None, [self.transfer.reason]), f"{name_ranks(staging)} staged"]
+        return dataclasses.replace(self.transfer, zero_copy=False, reason="; ".join(reasons))
 
 
 class RepeatedLetter:

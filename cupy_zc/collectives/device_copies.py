@@ -6,7 +6,7 @@ from typing import Any
 
 import cupy
 
-from ..driver.api import KernelDriver
+from ..driver.api import KernelDriver, using_stream
 from ..memory import MemoryPool
 
 __all__ = ["Copies"]
@@ -28,7 +28,7 @@ class Copies:
 
     def of(self, address: int, nbytes: int, stream: Any) -> cupy.ndarray:
         """Bytes, copied in a stream; they are freed in its order."""
-        with stream:
+        with using_stream(stream, self._driver.current_stream):
             copy = cupy.ndarray(nbytes, "u1", self._pool.malloc(nbytes))
         self._driver.copy(copy.data.ptr, address, nbytes, stream)
         return copy

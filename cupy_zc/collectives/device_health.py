@@ -82,7 +82,7 @@ class Health:
 
         Args:
             error: What went wrong.
-            stream: Of the last call, where that may find out more.
+            stream: Of the last call; None where there is none that can be asked.
 
         Returns:
             What went wrong first.
@@ -150,7 +150,7 @@ class Health:
         """What kernels that still run find out, in a little while."""
         until = time.monotonic() + seconds
         while not (found := self._found(call)) and time.monotonic() < until:
-            if stream is None or stream.done:
+            if stream is not None and stream.done:
                 return self._found(call)
             time.sleep(0.001)
         return found

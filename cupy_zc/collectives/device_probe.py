@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from ..driver.api import KernelDriver, KernelName
+from ..driver.api import KernelDriver, KernelName, using_stream
 from .device_kernels import launch_with
 
 __all__ = ["DeviceProbe"]
@@ -49,7 +49,7 @@ class DeviceProbe:
     def reduce(self, target: _Target) -> int:
         """The sum of the words of all ranks, modulo 2 ** 32."""
         self._launch("reduce", target, self._sum.ptr)
-        with self._stream:
+        with using_stream(self._stream, self._driver.current_stream):
             return int.from_bytes(self._driver.read(self._sum.ptr, 8), "little")
 
     def _launch(self, what: str, target: _Target, value: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..config import settings
-from ..driver.api import KernelDriver, KernelName
+from ..driver.api import KernelDriver, KernelName, using_stream
 from ..errors import Error
 from ..group import vote
 from ..group.naming import sides
@@ -107,7 +107,7 @@ def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
             ):
                 driver.fill(counter.ptr, 0, 8, stream)
                 _pattern("check", registry, stream, at, writer, owner, counter.ptr)
-                with stream:
+                with using_stream(stream, driver.current_stream):
                     wrong = int.from_bytes(driver.read(counter.ptr, 8), "little")
                 if wrong:
                     raise Error(
@@ -152,7 +152,7 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
             for peer in range(ranks):
                 row = args.output + peer * PATTERN_BYTES
                 _pattern("check", registry, stream, row, turn, peer, counter)
-        with stream:
+        with using_stream(stream, driver.current_stream):
             wrong = int.from_bytes(driver.read(counter, 8), "little")
         if lane.record.code:
             raise Error(f"rank {me} waited in vain for a line of rank {lane.record.rank}")

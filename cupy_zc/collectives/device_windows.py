@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ..driver.api import KernelDriver
+from ..driver.api import KernelDriver, using_stream
 from ..registration import Registry
 
 __all__ = ["WindowTable"]
@@ -55,6 +55,6 @@ class WindowTable:
         table = (ctypes.c_uint64 * (self.arenas * self._rows))()
         for (rank, arena), base in bases.items():
             table[rank * self.arenas + arena] = base
-        with self._side:
+        with using_stream(self._side, self._driver.current_stream):
             self._driver.write(self.address, bytes(table))
         self.version = version

@@ -42,9 +42,12 @@ class Engine(Protocol):
     #: How it tries multicast out; None where it does not use it.
     multicast_probe: Probe | None
 
-    @property
-    def last(self) -> Transfer | None:
-        """What the last call did that ran, or that was enqueued where that tells enough."""
+    def last(self, *, ended: bool) -> Transfer | None:
+        """What the last call did that ran, or that was enqueued where that tells enough.
+
+        Args:
+            ended: Whether all calls that were enqueued have ended.
+        """
         ...
 
     def places(self, work: Call | Letter) -> tuple[Place, ...]:

@@ -93,7 +93,7 @@ class HostEngine:
     ) -> None:
         self.rank = registry.channel.rank
         self.size = checker.size
-        self.last: Transfer | None = None
+        self._last: Transfer | None = None
         #: It carries no data by multicast: this is to have the life of the objects tested.
         self.multicast_probe: Probe | None = HostProbe(registry)
         self._registry = registry
@@ -114,6 +114,10 @@ class HostEngine:
         self._mailing = threading.Lock()
         self._invalid = False
         self._failure: BaseException | None = None
+
+    def last(self, *, ended: bool) -> Transfer | None:  # noqa: ARG002
+        """What the last call did that ran; see :meth:`Engine.last`."""
+        return self._last
 
     # What went wrong
 
@@ -272,13 +276,13 @@ class HostEngine:
                 with self.in_step():
                     reach = [(at.arena, at.offset) for at in self.places(letter) if not at.reason]
                     where = reach[0] if reach else None
-                    self.last = self._post.send_recv(given, taken, peer, where)
+                    self._last = self._post.send_recv(given, taken, peer, where)
                 return
             try:
                 if given is not None:
-                    self.last = self._post.send(given, peer)
+                    self._last = self._post.send(given, peer)
                 elif taken is not None:
-                    self.last = self._post.recv(taken, peer)
+                    self._last = self._post.recv(taken, peer)
             except BaseException as error:
                 if self._letters.closed:  # else the ranks are in step still
                     self.fail(error)
@@ -360,7 +364,7 @@ class HostEngine:
             if target.arena == STAGED and taken is not None:
                 np.copyto(taken[:, start:stop], reach.target(self.rank, start, stop))
         if call.operation is not Operation.BARRIER:  # which moves nothing
-            self.last = self._report(call, how.algorithm, source, target, staging)
+            self._last = self._report(call, how.algorithm, source, target, staging)
 
     def _plan(self, call: Call, lane: HostLane, *, staged: bool) -> planning.Plan:
         known = Capabilities(lane.room, staged)
@@ -385,12 +389,7 @@ class HostEngine:
         return compare(lane.control, lane.number, self.rank)
 
     def _report(
-        self,
-        call: Call,
-        algorithm: str,
-        source: Place,
-        target: Place,
-        staging: list[int],
+        self, call: Call, algorithm: str, source: Place, target: Place, staging: list[int]
     ) -> Transfer:
         reasons = [place.reason for place in (source, target) if place.reason]
         others = [peer for peer in staging if peer != self.rank]

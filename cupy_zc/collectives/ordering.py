@@ -191,6 +191,12 @@ class Line:
         """What to wait for behind the calls that were enqueued; None where there are none."""
         return self.last_stream if self._event is None else self._event
 
+    def is_idle(self) -> bool:
+        """Whether the calls that were enqueued have ended, as far as their stream can be asked."""
+        if self._event is None and (self.last_stream is None or self.capturing(self.last_stream)):
+            return False
+        return bool(self.point.done)
+
     def wait(self) -> None:
         """Wait for the calls that were enqueued, but on a stream that is capturing by now."""
         point = self.point

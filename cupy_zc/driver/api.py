@@ -14,8 +14,8 @@ Two modules fulfil :class:`Driver`: :mod:`cupy_zc.driver.cuda` (cuda-python) and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,12 +33,31 @@ __all__ = [
     "SegmentHandle",
     "Stream",
     "round_up",
+    "using_stream",
 ]
 
 
 def round_up(size: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is at least ``size``; both in bytes."""
     return -(-size // unit) * unit
+
+
+@contextmanager
+def using_stream(stream: Any, current_stream: Callable[[], Any]) -> Iterator[None]:
+    """Make a stream of the current device the current one for a block, and then the one before.
+
+    ``with stream:`` does not: in CuPy the stream that a caller chose by ``use()`` is lost after it.
+
+    Args:
+        stream: It.
+        current_stream: Gives the one before; :attr:`Driver.current_stream`.
+    """
+    before = current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,14 +42,24 @@ class _ThreadState(threading.local):
         self.device = 0
         self.stream = null[0]
         self.of_device = list(null)
-        self.outer: list[HostStream] = []
+        self._blocks = [[stream] for stream in null]
+        self._devices: list[int] = []
 
-    def use(self, stream: HostStream) -> HostStream:
-        """Make a stream current on its device; returns the one that was."""
-        before = self.of_device[stream.device_id]
+    def use(self, stream: HostStream) -> None:
+        """Make a stream current on its device."""
         self.of_device[stream.device_id] = stream
         self.stream = self.of_device[self.device]
-        return before
+
+    def enter(self, stream: HostStream) -> None:
+        """Make a stream current for a ``with`` block."""
+        self._devices.append(stream.device_id)
+        self._blocks[stream.device_id].append(stream)
+
+    def leave(self) -> None:
+        """Back to the stream of the block around it; as in CuPy, what ``use()`` set is lost."""
+        blocks = self._blocks[self._devices.pop()]
+        blocks.pop()
+        self.use(blocks[-1])
 
 
 class HostStreams:
@@ -160,8 +170,8 @@ class HostStream:
         return self
 
     def __enter__(self) -> Self:
-        before = self._make_current()
-        self.streams.state.outer.append(before)
+        self._make_current()
+        self.streams.state.enter(self)
         return self
 
     def __exit__(
@@ -170,14 +180,14 @@ class HostStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.streams.state.use(self.streams.state.outer.pop())
+        self.streams.state.leave()
 
-    def _make_current(self) -> HostStream:
+    def _make_current(self) -> None:
         state = self.streams.state
         if state.device != self.device_id:
             cause = f"it belongs to device {self.device_id}, and device {state.device} is current"
             raise refused("cuStreamGetCtx", Result.INVALID_CONTEXT, repr(self), cause)
-        return state.use(self)
+        state.use(self)
 
     # Work
 
