@@ -6,7 +6,9 @@ that was opened made all later work of the caller go to the null stream.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import collective_workers as work
@@ -75,3 +77,15 @@ def test_a_block_on_another_stream_ends_with_the_stream_before_also_when_it_rais
             assert driver.current_stream() is other
             raise ZeroDivisionError
         assert driver.current_stream() is mine
+
+
+@pytest.mark.parametrize("source", sorted(Path(cupy_zc.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_module_enters_a_stream(source: Path) -> None:
+    entered = [
+        ast.unparse(item.context_expr)
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.context_expr, (ast.Name, ast.Attribute))
+    ]
+    assert not [name for name in entered if name.rpartition(".")[2].endswith(("stream", "side"))]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...driver.api import using_stream
 from .group import Group
 from .report import Row, ceiling
 
@@ -89,7 +90,8 @@ def _side(cupy: Any, device: int) -> _Side:
 def _seconds(cupy: Any, copy: Callable[[_Side, _Side], None], pairs: list[Any]) -> float:
     """Seconds of one copy, the slower side's, with all pairs at it."""
     for side, peer in pairs:
-        with cupy.cuda.Device(side.device), side.stream:
+        chosen = using_stream(side.stream, cupy.cuda.get_current_stream)
+        with cupy.cuda.Device(side.device), chosen:
             side.start.record(side.stream)
             for _ in range(_REPEATS):
                 copy(side, peer)
