@@ -13,10 +13,28 @@ namespace cupy_zc {
 template <class R>
 using ElementRows = Rows<Element<typename R::E>::UNIT, 120 / R::BYTES * R::BYTES>;
 
+// The own pack and that of the one peer there is, in rank order. Words are chosen: of whole packs the
+// addresses would be, in local memory.
+template <class R>
+static __device__ __forceinline__ Pack fold_two(const Args& args, const Pack& mine,
+                                                const Pack& theirs) {
+    const bool last = args.rank != 0;
+    typename R::template Fold<> fold;
+    fold.start({last ? theirs.low : mine.low, last ? theirs.high : mine.high});
+    fold.add({last ? mine.low : theirs.low, last ? mine.high : theirs.high});
+    return fold.result(2);
+}
+
 // Waits for a line of every peer, and folds them and the own pack; the result replaces that.
 template <class R>
 static __device__ __forceinline__ bool reduce(const Args& args, const Lines& lines, u64 line,
                                               Pack& pack) {
+    if (args.size == 2) {
+        Pack theirs;
+        const bool there = lines.take(1 - args.rank, line, theirs);
+        pack = fold_two<R>(args, pack, theirs);
+        return there;
+    }
     Pack packs[MAX_RANKS];
 #pragma unroll
     for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
@@ -34,6 +52,21 @@ static __device__ __forceinline__ bool reduce(const Args& args, const Lines& lin
         }
     }
     pack = fold.result(args.size);
+    return true;
+}
+
+// The same for full lines of the one peer that there is, `stride` apart.
+template <class R>
+static __device__ __forceinline__ bool reduce_batch(const Args& args, const Lines& lines, u32 line,
+                                                    u32 stride, Pack (&packs)[BATCH]) {
+    Pack theirs[BATCH];
+    if (!lines.take_batch(1 - args.rank, line, stride, theirs)) {
+        return false;
+    }
+#pragma unroll
+    for (u32 i = 0; i < BATCH; ++i) {
+        packs[i] = fold_two<R>(args, packs[i], theirs[i]);
+    }
     return true;
 }
 

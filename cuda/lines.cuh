@@ -30,10 +30,15 @@ static __device__ __forceinline__ u64 line_groups() {
 }
 static __device__ __forceinline__ u32 line_lane() { return threadIdx.x % 8; }
 
+constexpr u32 BATCH = 4;  // lines that eight lanes have under way at a time
+
 class Lines {
    public:
     __device__ __forceinline__ Lines(const Args& args, u64 epoch)
-        : args_(args), epoch_(epoch), flag_(epoch << 24 | (args_.fingerprint & 0xffffff)) {}
+        : args_(args),
+          epoch_(epoch),
+          flag_(epoch << 24 | (args_.fingerprint & 0xffffff)),
+          parity_(static_cast<u32>(epoch) & 1) {}
 
     __device__ __forceinline__ void send_to(u32 peer, u64 line, const Pack& pack) const {
         meet_mates();
@@ -75,9 +80,43 @@ class Lines {
         return there;
     }
 
+    // BATCH lines of one peer, `stride` apart: what takes long is under way for all of them.
+    __device__ __forceinline__ void send_batch(u32 peer, u32 line, u32 stride,
+                                               const Pack (&packs)[BATCH]) const {
+        meet_mates();
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            store(peer, line + i * stride, packs[i]);
+        }
+    }
+    __device__ __forceinline__ bool take_batch(u32 peer, u32 line, u32 stride,
+                                               Pack (&packs)[BATCH]) const {
+        Watch watch;
+        Verdict verdict;
+        do {
+            const bool missing = last() && any_missing(peer, line, stride);
+            verdict = judge(missing ? peer : args_.size, watch);
+        } while (verdict == AGAIN);
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            packs[i] = load_line(place(args_.rank, peer, line + i * stride));
+        }
+        return verdict == COMPLETE;
+    }
+
     // Waits for a line of every one of `peers`, all of which are polled in one turn. The packs of
     // other ranks stay as they are.
     __device__ __forceinline__ bool collect(u32 peers, u64 line, Pack (&packs)[MAX_RANKS]) const {
+        if (args_.size == 2) {
+            Pack pack = {0, 0};
+            const bool there = peers == 0 || take(1 - args_.rank, line, pack);
+            if (holds(peers, 0)) {
+                packs[0] = pack;
+            } else if (holds(peers, 1)) {
+                packs[1] = pack;
+            }
+            return there;
+        }
         Watch watch;
         Verdict verdict;
         do {
@@ -121,9 +160,25 @@ class Lines {
         return found;
     }
 
-    __device__ __forceinline__ u64* place(u32 at, u32 from, u64 line) const {
-        const u64 offset = ll128_offset(args_.size, args_.ll128_lines, epoch_ & 1, seat(from, at)) +
-                           line * LINE_BYTES;
+    __device__ __forceinline__ bool any_missing(u32 peer, u32 line, u32 stride) const {
+        u64 flags[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            flags[i] = load_relaxed(place(args_.rank, peer, line + i * stride) + FLAG);
+        }
+        bool missing = false;
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            missing = missing || flags[i] != flag_;
+        }
+        return missing;
+    }
+
+    // Lines of a lane have numbers of 32 bits, which take fewer instructions; and those count.
+    __device__ __forceinline__ u64* place(u32 at, u32 from, u32 line) const {
+        const u32 lines = static_cast<u32>(args_.ll128_lines);
+        const u32 buffer = parity_ * (args_.size - 1) + static_cast<u32>(seat(from, at));
+        const u64 offset = ll128_offset(args_.size, 0, 0, 0) + (buffer * lines + line) * LINE_BYTES;
         return reinterpret_cast<u64*>(args_.lanes[at] + offset);
     }
 
@@ -139,6 +194,7 @@ class Lines {
     const Args& args_;
     const u64 epoch_;
     const u64 flag_;
+    const u32 parity_;
 };
 
 }  // namespace cupy_zc

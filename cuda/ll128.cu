@@ -9,7 +9,7 @@
 //             rank reduces its slice of the lines and sends the result to all
 //   mismatch  nothing is written before the lines of all ranks for it are there, so ranks that call
 //             different things write nothing. The announcement is stored for those who wait longer
-//             than usual; nobody waits for it
+//             than usual; nobody waits for it, so it leaves behind the lines
 //   in place  the eight lanes that send an element are those that later overwrite it
 //   result    bitwise the same on all ranks: reduced in rank order by all, or by one
 #include "line_fold.cuh"
@@ -17,25 +17,64 @@
 
 namespace cupy_zc {
 
+// Where a group has many lines it takes full ones by batches, between two ranks. Gives the first
+// line that is left.
+template <class Work>
+static __device__ __forceinline__ u32 by_batches(const Args& args, u64 full, const Work& work) {
+    const u32 stride = static_cast<u32>(line_groups());
+    u32 line = static_cast<u32>(line_group());
+    while (args.size == 2 && line + (BATCH - 1) * stride < full && work(line, stride)) {
+        line += BATCH * stride;
+    }
+    return line;
+}
+
 template <class R>
 static __device__ __forceinline__ void one_step(const Args& args, const ElementRows<R>& rows,
-                                                const Lines& lines, const Pack& first) {
-    const u64 group = line_group(), groups = line_groups(), count = rows.lines();
-    for (u64 line = group; line < count; line += groups) {
+                                                const Lines& lines, u64 epoch, const Pack& first) {
+    const u32 groups = static_cast<u32>(line_groups()), group = static_cast<u32>(line_group());
+    const u32 count = static_cast<u32>(rows.lines());
+    u32 line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
+        Pack packs[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            packs[i] = rows.load_full(0, at + i * stride);
+        }
+        lines.send_batch(1 - args.rank, at, stride, packs);
+        return true;
+    });
+    for (; line < count; line += groups) {
         lines.send(line, line == group ? first : rows.load(0, line));
     }
-    for (u64 line = group; line < count; line += groups) {
-        Pack pack = line == group ? first : rows.load(0, line);
-        if (!reduce<R>(args, lines, line, pack)) {
-            return;
+    announce<false>(args, epoch, args.output_location);
+    bool there = true;
+    line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
+        Pack packs[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            packs[i] = rows.load_full(0, at + i * stride);
         }
-        rows.store(0, line, pack);
+        there = reduce_batch<R>(args, lines, at, stride, packs);
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            if (there) {
+                rows.store_full(0, at + i * stride, packs[i]);
+            }
+        }
+        return there;
+    });
+    for (; there && line < count; line += groups) {
+        Pack pack = line == group ? first : rows.load(0, line);
+        there = reduce<R>(args, lines, line, pack);
+        if (there) {
+            rows.store(0, line, pack);
+        }
     }
 }
 
 template <class R>
 static __device__ __forceinline__ void two_steps(const Args& args, const ElementRows<R>& rows,
-                                                 const Lines& lines) {
+                                                 const Lines& lines, u64 epoch) {
     // Lines of a buffer have numbers of 32 bits, which are quicker to divide.
     const u32 group = static_cast<u32>(line_group()), groups = static_cast<u32>(line_groups());
     const u32 count = static_cast<u32>(rows.lines());
@@ -46,6 +85,7 @@ static __device__ __forceinline__ void two_steps(const Args& args, const Element
             lines.send_to(owner, line % slice, rows.load(0, line));
         }
     }
+    announce<false>(args, epoch, args.output_location);
     for (u32 line = group; line < slice; line += groups) {
         Pack pack = rows.load(0, mine + line);
         if (!reduce<R>(args, lines, line, pack)) {
@@ -68,18 +108,18 @@ static __device__ __forceinline__ void two_steps(const Args& args, const Element
 
 template <class R>
 static __device__ __forceinline__ void ll128(const Args& args) {
+    const Beginning beginning(args);
     const ElementRows<R> rows(args);
-    const Pack first = rows.load(0, line_group());  // its way is not longer than that of the epoch
-    const u64 epoch = begin(args);
+    const Pack first = rows.load(0, line_group());
+    const u64 epoch = beginning.number();
     if (epoch == 0) {
         return;
     }
     const Lines lines(args, epoch);
-    announce<false>(args, epoch, args.output_location);
     if (args.two_step != 0) {
-        two_steps<R>(args, rows, lines);
+        two_steps<R>(args, rows, lines, epoch);
     } else {
-        one_step<R>(args, rows, lines, first);
+        one_step<R>(args, rows, lines, epoch, first);
     }
 }
 

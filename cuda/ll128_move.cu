@@ -109,15 +109,16 @@ class Move {
 
 template <bool FROM_ALL, bool TO_ALL, bool EACH, u32 UNIT>
 static __device__ __forceinline__ void move_in_units(const Args& args) {
+    const Beginning beginning(args);
     Move<FROM_ALL, TO_ALL, EACH, UNIT> move(args);
-    move.load_first();  // its way is not longer than that of the epoch
-    const u64 epoch = begin(args);
+    move.load_first();
+    const u64 epoch = beginning.number();
     if (epoch == 0) {
         return;
     }
     const Lines lines(args, epoch);
-    announce<false>(args, epoch, args.output_location);
     move.send(lines);
+    announce<false>(args, epoch, args.output_location);
     move.receive(lines);
 }
 

@@ -18,20 +18,21 @@ namespace cupy_zc {
 
 template <class R>
 static __device__ __forceinline__ void ll128_reduce(const Args& args) {
+    const Beginning beginning(args);
     const ElementRows<R> rows(args);
     const u64 group = line_group();
-    const Pack first = rows.load(0, group);  // its way is not longer than that of the epoch
-    const u64 epoch = begin(args);
+    const Pack first = rows.load(0, group);
+    const u64 epoch = beginning.number();
     if (epoch == 0) {
         return;
     }
     const Lines lines(args, epoch);
-    announce<false>(args, epoch, args.output_location);
     const Route<true, false> route(args);
     route.send_empty(lines, rows.lines());
     for (u64 line = group; route.targets != 0 && line < rows.lines(); line += line_groups()) {
         lines.send_to(args.root, line, line == group ? first : rows.load(0, line));
     }
+    announce<false>(args, epoch, args.output_location);
     if (!route.take_empty(lines, rows.lines()) || !route.own) {
         return;
     }

@@ -18,16 +18,17 @@ namespace cupy_zc {
 
 template <class R>
 static __device__ __forceinline__ void ll128_reduce_scatter(const Args& args) {
+    const Beginning beginning(args);
     const ElementRows<R> rows(args);
-    Pack packs[MAX_RANKS];  // loaded here: their way is not longer than that of the epoch
+    Pack packs[MAX_RANKS];
     rows.load_each(peers_of(args), line_group(), packs);
-    const u64 epoch = begin(args);
+    const u64 epoch = beginning.number();
     if (epoch == 0) {
         return;
     }
     const Lines lines(args, epoch);
-    announce<false>(args, epoch, args.output_location);
     rows.send_each(lines, peers_of(args), packs);
+    announce<false>(args, epoch, args.output_location);
     for (u64 line = line_group(); line < rows.lines(); line += line_groups()) {
         Pack pack = rows.load(args.rank, line);
         if (!reduce<R>(args, lines, line, pack)) {

@@ -13,11 +13,11 @@
 //             header is looked at before anything is written: a message that is not expected writes
 //             nothing
 //   slots     larger data go through the slots of the tracks, chunk by chunk, chunk c through track
-//             c % blocks: as many blocks as the header says. The drain has one for each track that
-//             the data could take; those beyond only take part in leaving. The filler of a slot
-//             stores it plainly, all its threads meet, and one RELEASES the count of filled slots;
-//             one thread of the drainer ACQUIRES that, and all its threads meet. The same the other
-//             way, with the count of drained slots
+//             c % blocks: as many blocks as the header says. A chunk is what a slot holds, or less.
+//             The drain has a block for each track that the data could take; those beyond only take
+//             part in leaving. The filler of a slot stores it plainly, all its threads meet, and
+//             one RELEASES the count of filled slots; one thread of the drainer ACQUIRES that, and
+//             all its threads meet. The same the other way, with the count of drained slots
 //   reuse     of a slot: the filler is at most `slots` ahead of the drained count it acquired. Of a
 //             letter: the pusher is at most `letters` ahead of `taken`, which the last block to
 //             leave stores when all blocks have the values of all packets that they read: they
@@ -95,8 +95,9 @@ static __device__ __forceinline__ u32 tracks_said(const Channel& channel) {
 }
 
 // The chunks of one track through its slots, in either direction.
-static __device__ __forceinline__ void pass_slots(const Channel& channel, u64 chunk) {
+static __device__ __forceinline__ void pass_slots(const Channel& channel) {
     const MailPart& part = channel.part;
+    const u64 chunk = part.chunk;
     const u32 tracks = channel.push ? channel.blocks() : tracks_said(channel);
     if (tracks == 0) {
         return;
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     const bool push = blockIdx.x < pushers;
     const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - pushers);
     if (channel.part.bytes > args.letter) {
-        pass_slots(channel, args.slot);
+        pass_slots(channel);
     } else if (push) {
         push_letter(channel);
     } else {

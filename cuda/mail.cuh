@@ -23,6 +23,7 @@ namespace cupy_zc {
 
 constexpr u32 MAX_TRACKS = 64;
 constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
+constexpr u64 LEAST_CHUNK = 8192;
 constexpr u64 NOBODY = ~0ull;     // MailPart::peer where a launch does not push, or does not drain
 
 struct MailPart {
@@ -31,7 +32,8 @@ struct MailPart {
     u64 fingerprint;  // of all that both sides must agree on: element type, order, count
     u64 area;         // address of the peer's mail area as mapped here
     u64 peer;         // another rank than the own one, or NOBODY
-    u64 blocks;       // that may pass it: from 1 to tracks for a push, and tracks for a drain
+    u32 blocks;       // that may pass it: from 1 to tracks for a push, and tracks for a drain
+    u32 chunk;        // see chunk_of
 };
 static_assert(sizeof(MailPart) == 48, "the host fills 48 bytes");
 static_assert(MAX_TRACKS < (1ull << (64 - BLOCKS_SHIFT)), "a header has room for any number");
@@ -43,7 +45,7 @@ struct MailArgs {
     u64 lane;              // a number for the record
     u64 budget;            // nanoseconds that a wait may last
     u64 letter;            // bytes of data that a letter holds: a multiple of 64, or 0
-    u64 slot;              // bytes of a slot: a multiple of 128
+    u64 slot;              // bytes of a slot: a multiple of 128, less than 4 GiB
     u32 letters;           // of a channel: a power of two
     u32 slots;             // of a track: a power of two
     u32 tracks;            // of a channel: MAX_TRACKS at most
@@ -96,6 +98,14 @@ static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 2176 + 6553
               "as the host counts it");
 
 // Blocks of one part of a launch.
+// Bytes of a chunk, which the host says as well: so many that every track has one, but no more than a
+// slot, nor less than is worth a block. Alike on both sides, as it follows from what they share.
+__device__ constexpr u64 chunk_of(u64 bytes, u64 tracks, u64 slot) {
+    const u64 least = slot > LEAST_CHUNK ? LEAST_CHUNK : 128;
+    const u64 share = ((bytes + tracks - 1) / tracks + 127) / 128 * 128;
+    return share < least ? least : share < slot ? share : slot;
+}
+
 static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const MailPart& part) {
     if (part.peer == NOBODY) {
         return 0;
@@ -103,7 +113,7 @@ static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const Ma
     if (part.bytes <= args.letter) {
         return 1;
     }
-    const u64 blocks = (part.bytes + args.slot - 1) / args.slot;
+    const u64 blocks = (part.bytes + part.chunk - 1) / part.chunk;
     return static_cast<u32>(blocks < part.blocks ? blocks : part.blocks);
 }
 

@@ -95,6 +95,18 @@ struct Team {
 };
 static __device__ __forceinline__ Team whole_block() { return {threadIdx.x, blockDim.x}; }
 
+// A block in teams of whole warps, `most` at most, that do several things at a time. `index` is that
+// of the own team; threads that are left over have `most`.
+struct Teams {
+    Team own;
+    u32 index, count;
+};
+static __device__ __forceinline__ Teams in_teams(u32 most) {
+    const u32 warps = blockDim.x / 32, count = warps < most ? warps : most;
+    const u32 members = warps / count * 32, index = threadIdx.x / members;
+    return {{threadIdx.x % members, members}, index < count ? index : most, count};
+}
+
 // `bytes` in accesses of BYTES by a team, several in flight; gives what is done.
 template <u32 BYTES>
 static __device__ __forceinline__ u64 copy_units(const Team& team, u64 to, u64 from, u64 bytes) {

@@ -13,7 +13,7 @@
 namespace cupy_zc {
 
 constexpr u64 PIECES = 16;         // of a share at least, so that the two hops overlap...
-constexpr u64 STEP_BYTES = 16384;  // ...but no less than this for a piece to every peer
+constexpr u64 STEP_BYTES = 65536;  // ...but no less than this for a piece to every peer
 
 // In shared memory: filled by one thread, read by all after a barrier.
 struct Cut {

@@ -8,8 +8,7 @@
 //   in place  all_gather: the input may be row r of the output; gather: at the root; broadcast:
 //             output is input at the root. all_to_all: output is input, then this rank's output
 //             goes through scratch, so that nothing is overwritten before it was sent
-//   order     a rank starts with its right-hand neighbour, so that no rank is written by all at
-//             once
+//   order     see pushes.cuh
 //   traffic   each byte crosses a link once; stores, because they beat loads where both directions
 //             are busy
 #include "pushes.cuh"

@@ -28,17 +28,15 @@ namespace cupy_zc {
 // Whole warps share the peers out among them, so that pieces go to several at a time.
 template <bool SCATTER>
 static __device__ __forceinline__ void send(const Args& args, const Cut& cut, const Flags& flags) {
-    const u32 peers = args.size - 1, warps = blockDim.x / 32;
-    const u32 teams = warps < peers ? warps : peers, members = warps / teams * 32;
-    const Team team = {threadIdx.x % members, members};
-    const u32 first = threadIdx.x / members < teams ? threadIdx.x / members : peers;
+    const u32 peers = args.size - 1;
+    const Teams teams = in_teams(peers);
     for (u64 piece = 0; piece < cut.pieces; ++piece) {
         if (piece >= DEPTH && !flags.await(piece - DEPTH + 1)) {
             return;
         }
-        for (u32 i = first; i < peers; i += teams) {
+        for (u32 i = teams.index; i < peers; i += teams.count) {
             const u32 peer = (args.rank + 1 + i) % args.size;
-            copy(team, slot_of(args, peer, args.rank, piece),
+            copy(teams.own, slot_of(args, peer, args.rank, piece),
                  args.input + in_array(args, cut, peer, piece),
                  columns<SCATTER>(args, cut, peer, piece) * args.element);
         }

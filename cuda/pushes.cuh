@@ -2,8 +2,8 @@
 // not everywhere.
 //
 // Contract
-//   order     a rank starts with the output it is told to, so that no rank is written by all at
-//             once
+//   order     teams of warps write to several outputs at a time, the own one among them, which is
+//             local and so costs no time beside the others
 #pragma once
 
 #include "exchange.cuh"
@@ -21,9 +21,18 @@ static __device__ __forceinline__ Shape broadcast_shape() {
 // own row where there is one for each, row 0 to all otherwise.
 static __device__ __forceinline__ void push(const Args& args, const Part& part, bool row_each,
                                             u32 to, u32 first, u32 count) {
-    for (u32 i = 0; i < count; ++i) {
+    if (count == 0) {
+        return;
+    }
+    // The own output comes last. Where it is the input there is nothing to do, and no team for it.
+    const u32 last = (first + count - 1) % args.size;
+    const bool there = part.output(last, to) == part.own(args.input, row_each ? last : 0);
+    const u32 outputs = there && count > 1 ? count - 1 : count;
+    const Teams teams = in_teams(outputs);
+    for (u32 i = teams.index; i < outputs; i += teams.count) {
         const u32 peer = (first + i) % args.size;
-        copy(part.output(peer, to), part.own(args.input, row_each ? peer : 0), part.bytes());
+        copy(teams.own, part.output(peer, to), part.own(args.input, row_each ? peer : 0),
+             part.bytes());
     }
 }
 

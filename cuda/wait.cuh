@@ -1,13 +1,13 @@
 // Calls are numbered, waits are bounded, and the first thing that goes wrong is told to the host.
 //
 // Contract
-//   begin     gives all threads of a block the number of this call on the lane (its epoch, from 1),
-//             or 0 where an earlier call failed: then the kernel returns at once. Every block adds
-//             one ticket to the lane's state word, in one atomic addition that also reads the
-//             epoch, so no block can see a torn state; the block whose ticket is the last of the
-//             grid turns the tickets into the next epoch, after all have read this one. The epoch
-//             lives in device memory and only kernels advance it, so replaying a graph is like
-//             calling again
+//   begin     (Beginning, in two halves) gives all threads of a block the number of this call on the
+//             lane (its epoch, from 1), or 0 where an earlier call failed: then the kernel returns
+//             at once. Every block adds one ticket to the lane's state word, in one atomic addition
+//             that also reads the epoch, so no block can see a torn state; the block whose ticket
+//             is the last of the grid turns the tickets into the next epoch, after all have read
+//             this one. The epoch lives in device memory and only kernels advance it, so replaying
+//             a graph is like calling again
 //   Timer     one wait of any kind. `due` is asked after each poll that found nothing. It reads the
 //             clock now and then only, and says yes from PATIENCE on, or once the budget is spent
 //             `lost` reads what the host says of ranks that cannot come any more: a relaxed load,
@@ -46,21 +46,37 @@ static __device__ __forceinline__ u64* state_of(const Args& args) {
 // The number of the call that failed, 0 for none.
 static __device__ __forceinline__ u64* failure_of(const Args& args) { return state_of(args) + 8; }
 
-static __device__ __forceinline__ u64 begin(const Args& args) {
-    CUPY_ZC_SHARED(u64, epoch);
-    if (threadIdx.x == 0) {
-        const u64 failed = load_relaxed(failure_of(args));
-        const u64 state = atomic_add(state_of(args), 1);
-        const u64 tickets = (state & ((1ull << TICKET_BITS) - 1)) + 1;
-        if (tickets == gridDim.x) {
-            atomic_add(state_of(args), (1ull << TICKET_BITS) - tickets);
+// A call from its first instruction on. What a kernel does before `number` takes no time beside it.
+class Beginning {
+   public:
+    __device__ __forceinline__ explicit Beginning(const Args& args) : args_(args) {
+        if (threadIdx.x == 0) {
+            failed_ = load_relaxed(failure_of(args_));
+            state_ = atomic_add(state_of(args_), 1);
         }
-        const u64 number = (state >> TICKET_BITS) + 1;
-        epoch = failed != 0 && failed != number ? 0 : number;
     }
-    __syncthreads();
-    return epoch;
-}
+
+    __device__ __forceinline__ u64 number() const {
+        CUPY_ZC_SHARED(u64, epoch);
+        if (threadIdx.x == 0) {
+            const u64 tickets = (state_ & ((1ull << TICKET_BITS) - 1)) + 1;
+            if (tickets == gridDim.x) {
+                atomic_add(state_of(args_), (1ull << TICKET_BITS) - tickets);
+            }
+            const u64 number = (state_ >> TICKET_BITS) + 1;
+            epoch = failed_ != 0 && failed_ != number ? 0 : number;
+        }
+        __syncthreads();
+        return epoch;
+    }
+
+   private:
+    const Args& args_;
+    u64 failed_ = 0;
+    u64 state_ = 0;
+};
+
+static __device__ __forceinline__ u64 begin(const Args& args) { return Beginning(args).number(); }
 
 // The first to claim the failure word tells the host.
 static __device__ __forceinline__ void record(u64* failure, u64 error, const ErrorRecord& said) {

@@ -16,7 +16,7 @@ from emulated import FIBERS, build, build_directory, mutant
 
 from cupy_zc.collectives import device_args, device_lane, device_mail
 from cupy_zc.collectives.device_args import Args, Record, Sizes
-from cupy_zc.collectives.device_mail import MailArgs, MailPart, MailSizes
+from cupy_zc.collectives.device_mail import MAX_TRACKS, MailArgs, MailPart, MailSizes
 
 STRUCTURES: dict[str, Any] = {
     "Args": Args, "ErrorRecord": Record, "MailPart": MailPart, "MailArgs": MailArgs,
@@ -94,8 +94,11 @@ def test_lanes_and_mail_areas_have_the_bytes_that_the_kernels_count(program: Pat
 
 def test_a_launch_has_the_blocks_that_the_kernel_counts(program: Path) -> None:
     questions, counted = [], []
-    for letter, slot in ((0, 128), (256, 128), (1024, 4096)):
-        sizes = MailSizes(letter, 2, slot, 2, 64)
+    for letter, slot in ((0, 128), (256, 128), (1024, 4096), (8192, 65536), (8192, 1 << 18)):
+        sizes = MailSizes(letter, 2, slot, 2, MAX_TRACKS)
+        for nbytes in {letter, 9000, 1 << 20, 64 * slot - 1} - {0}:
+            questions.append(f"chunk {MAX_TRACKS} {nbytes} {slot} 0")
+            counted.append(sizes.chunk(nbytes))
         for nbytes in {0, 1, letter, letter + 1, slot, slot + 1, 9 * slot, 9 * slot + 1, 1 << 40}:
             for tracks in (1, 2, 9, 10, 64):
                 questions.append(f"blocks {tracks} {nbytes} {letter} {slot}")

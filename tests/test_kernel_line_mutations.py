@@ -58,7 +58,7 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "order of flag and data": (
         "lines.cuh", f"{WAIT}{LOAD}", f"{LOAD}{WAIT}", ("ll128_broadcast",)),
     "second buffer of lines": (
-        "lines.cuh", "epoch_ & 1", "epoch_ & 0", ("ll128_all_gather",)),
+        "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128_all_gather",)),
     "wait for empty lines": (
         "line_routes.cuh", "peers == 0 || line >= count) {\n            return true;",
         "line != ~count) {\n            return true;",

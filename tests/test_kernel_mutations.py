@@ -35,10 +35,14 @@ def cache(request: pytest.FixtureRequest) -> Path:
 
 
 def staged(case: str, size: int, *, registered: bool) -> Launch:
-    launch = launch_of(np.random.default_rng(6), case, size, FLOAT32, count=77, repeats=4)
+    batches = case == "ll128" and size == 2  # full lines, so that a group has five of them
+    count = 600 if batches else 77
+    launch = launch_of(np.random.default_rng(6), case, size, FLOAT32, count=count, repeats=4)
     launch.blocks, launch.threads, launch.chunk = 1, 32, 128 * size
     for rank in launch.ranks:
         rank.in_place, rank.row = "", 0
+        if batches:
+            rank.input_skew = rank.output_skew = 0
         rank.registered_input = rank.registered_output = registered
     return launch
 
@@ -82,13 +86,17 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
     "advance of the epoch": (
         "wait.cuh", "(1ull << TICKET_BITS) - tickets", "0 - tickets", ("ll128", "ll"), False),
     "second buffer of lines": (
-        "lines.cuh", "epoch_ & 1", "epoch_ & 0", ("ll128",), False),
+        "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128",), False),
     "second buffer of packets": (
         "ll.cu", "epoch & 1", "epoch & 0", ("ll",), False),
     "second place of words": (
         "wait.cuh", "words_offset(epoch & 1", "words_offset(epoch & 0", ("ll",), False),
     "flag of a line": (
         "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_", ("ll128",), False),
+    "flags of a batch": (
+        "lines.cuh", "flags[i] != flag_", "flags[i] == ~flag_", ("ll128",), False),
+    "all lines of a batch": (
+        "lines.cuh", "missing || flags[i] != flag_", "flags[0] != flag_", ("ll128",), False),
     "flag of a packet": (
         "packets.cuh", "is_of(high.high, flag)", "true", ("ll",), False),
     "fingerprint in a flag": (

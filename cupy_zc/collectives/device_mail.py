@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..driver.api import KernelDriver, KernelName
+from ..driver.api import KernelDriver, KernelName, round_up
 from ..errors import MismatchError
 from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
@@ -33,6 +33,8 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 #: ``MailPart.peer`` where a launch does not push, or does not drain.
 NOBODY = (1 << 64) - 1
 MAX_TRACKS = 64
+#: What is worth a block, in bytes.
+LEAST_CHUNK = 8192
 
 
 class MailPart(ctypes.Structure):
@@ -40,7 +42,7 @@ class MailPart(ctypes.Structure):
 
     _fields_ = (
         ("array", _u64), ("bytes", _u64), ("fingerprint", _u64), ("area", _u64), ("peer", _u64),
-        ("blocks", _u64),
+        ("blocks", _u32), ("chunk", _u32),
     )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ class MailSizes(NamedTuple):
     def of(cls, ranks: int, blocks: int) -> MailSizes:
         """For so many ranks and blocks of a launch: a track of either direction is a block."""
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        return cls(8 << 10, 8, 64 << 10, 4 if ranks == 2 else 2, tracks)
+        return cls(8 << 10, 8, (256 if ranks == 2 else 64) << 10, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""
@@ -79,7 +81,12 @@ class MailSizes(NamedTuple):
         """Blocks of one side of a message that may take so many tracks."""
         if nbytes <= self.letter:
             return 1
-        return min(tracks, -(-nbytes // self.slot))
+        return min(tracks, -(-nbytes // self.chunk(nbytes)))
+
+    def chunk(self, nbytes: int) -> int:
+        """Bytes of a chunk of a message; see ``chunk_of`` in ``cuda/mail.cuh``."""
+        share = round_up(-(-nbytes // self.tracks), 128)
+        return max(LEAST_CHUNK if self.slot > LEAST_CHUNK else 128, min(share, self.slot))
 
 
 class MailLaunch(NamedTuple):
@@ -219,7 +226,7 @@ class DeviceMail:
                 part.array, part.bytes = pointer, parcel.nbytes
                 part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
                 part.area, part.peer = self._areas[peer], peer
-                part.blocks = usable
+                part.blocks, part.chunk = usable, self._sizes.chunk(parcel.nbytes)
                 blocks += self._sizes.blocks(parcel.nbytes, usable)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(

@@ -37,15 +37,15 @@ DeviceAlgorithm: TypeAlias = Literal[
 
 #: Bytes of a scratch buffer, of which a lane has four: large enough to hide the barriers between
 #: chunks, and for the rings of push_reduce.
-CHUNK = 4 << 20
+CHUNK = 8 << 20
 #: Threads of a block, and blocks that the barriers have room for.
 THREADS, MAX_BLOCKS = 512, 256
 #: Multiprocessors of a GPU that no collective uses: a ``send`` that is larger than its channel
 #: waits on the GPU for its receiver, and a collective behind it must fit all the same.
-KEPT_FREE = 16
+KEPT_FREE = 8
 #: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
 LINE_DATA, LINE_DATA_16 = 120, 112
-#: Lines that a block of LL128 sends at least, and bytes that a block of the others handles.
+#: Lines that a block of LL128 has eights of lanes for, and bytes that a block of the others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
 
 # Thresholds, in bytes of a row, by ranks; numbers of ranks between two take those of the next.
@@ -206,7 +206,7 @@ def _low_latency(
         return None
     two_step = row > _at(one, ranks)
     lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
-    blocks = max(1, min(machine.blocks, lines // LINES_A_BLOCK))
+    blocks = max(1, min(machine.blocks, -(-lines // LINES_A_BLOCK)))
     source, function = "ll128_move.cu", f"ll128_{operation.call}"
     if all_reduce:
         source, function = "ll128.cu", "ll128"

@@ -3,7 +3,7 @@
 // First a line "name value" for each constant, and "struct field offset size" for each field. Then,
 // for each line on standard input, a number. "lane" size lines packs chunk, and "mail" size letter
 // letters slot slots tracks: bytes of a lane, and of a mail area. "blocks" tracks bytes letter slot:
-// blocks of one part of a launch.
+// blocks of one part of a launch. "chunk" tracks bytes slot 0: bytes of a chunk.
 #include <cstddef>
 #include <iostream>
 #include <string>
@@ -81,6 +81,7 @@ void mail_arguments() {
     FIELD(MailPart, area);
     FIELD(MailPart, peer);
     FIELD(MailPart, blocks);
+    FIELD(MailPart, chunk);
     SIZE(MailArgs);
     FIELD(MailArgs, push);
     FIELD(MailArgs, drain);
@@ -113,9 +114,11 @@ int main() {
         } else if (what == "mail") {
             std::cin >> d >> e;
             std::cout << mail_bytes(size, a, b, c, d, e) << '\n';
+        } else if (what == "chunk") {
+            std::cout << chunk_of(a, size, b) << '\n';
         } else {
             MailArgs args = {};
-            args.push = {0, a, 0, 0, 1, size};
+            args.push = {0, a, 0, 0, 1, size, static_cast<u32>(chunk_of(a, MAX_TRACKS, c))};
             args.letter = b;
             args.slot = c;
             std::cout << mail_blocks(args, args.push) << '\n';

@@ -120,9 +120,11 @@ void renew(const Scene& scene) {
     }
 }
 
-MailPart part_of(u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 blocks) {
+MailPart part_of(const Scene& scene, u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 blocks) {
+    const u64 chunk = chunk_of(bytes, scene.tracks, scene.slot);
     const u64 area = peer == NOBODY ? 0 : reinterpret_cast<u64>(&area_of(peer));
-    return {array, bytes, fingerprint, area, peer, blocks};
+    return {array, bytes, fingerprint, area, peer, static_cast<u32>(blocks),
+            static_cast<u32>(chunk)};
 }
 
 std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& after) {
@@ -136,10 +138,10 @@ std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& afte
     job->output = std::make_unique<Buffer>(call.drain_peer == NOBODY ? 0 : call.drain_bytes,
                                            call.output_skew);
     job->args = {
-        part_of(call.push_peer, call.push_bytes, call.push_fingerprint, job->input->address(),
-                call.push_blocks),
-        part_of(call.drain_peer, call.drain_bytes, call.drain_fingerprint, job->output->address(),
-                scene.tracks),
+        part_of(scene, call.push_peer, call.push_bytes, call.push_fingerprint,
+                job->input->address(), call.push_blocks),
+        part_of(scene, call.drain_peer, call.drain_bytes, call.drain_fingerprint,
+                job->output->address(), scene.tracks),
         reinterpret_cast<u64>(&area_of(rank)),
         error,
         7,
