@@ -1,4 +1,4 @@
-"""The current stream of the caller is what it was, whatever this package does on streams of its own.
+"""The current stream of the caller stays, whatever this package does on streams of its own.
 
 Regression: in CuPy ``with stream:`` forgets what ``stream.use()`` chose before, so a communicator
 that was opened made all later work of the caller go to the null stream.
@@ -79,7 +79,10 @@ def test_a_block_on_another_stream_ends_with_the_stream_before_also_when_it_rais
         assert driver.current_stream() is mine
 
 
-@pytest.mark.parametrize("source", sorted(Path(cupy_zc.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+SOURCES = sorted(Path(cupy_zc.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_no_module_enters_a_stream(source: Path) -> None:
     entered = [
         ast.unparse(item.context_expr)

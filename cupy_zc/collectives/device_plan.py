@@ -45,7 +45,7 @@ THREADS, MAX_BLOCKS = 512, 256
 KEPT_FREE = 8
 #: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
 LINE_DATA, LINE_DATA_16 = 120, 112
-#: Lines that a block of LL128 has eights of lanes for, and bytes that a block of the others handles.
+#: Lines for which a block of LL128 has lanes at a time; bytes that a block of others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
 
 # Thresholds, in bytes of a row, by ranks; numbers of ranks between two take those of the next.
