@@ -24,6 +24,7 @@ from cupy_zc import (
     PeerTimeoutError,
 )
 from cupy_zc.collectives import Transfer
+from cupy_zc.collectives import communicator as communicator_module
 from cupy_zc.collectives.opening import Options, start
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.group import in_process
@@ -159,6 +160,35 @@ def test_parts_work_at_once_and_outlive_the_whole() -> None:
                 return part.rank, part.size, int(cupy_zc.asnumpy(array)[0])
 
         assert work.run(comms, body) == [(1, 2, 2), (1, 2, 4), (0, 2, 2), (0, 2, 4)]
+
+
+def test_what_the_last_call_did_can_be_asked_after_close() -> None:
+    with work.communicators(2) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = comm.zeros(10, "i4")
+            comm.all_reduce(array, array)
+            comm.close()
+            assert comm.last_transfer is not None
+            assert comm.last_transfer.operation == "all_reduce"
+
+        work.run(comms, body)
+
+
+def test_at_exit_all_communicators_are_closed_though_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comms = [Communicator.in_process(1, driver=HostDriver())[0] for _ in range(3)]
+
+    def refuse(force: bool = False) -> None:
+        raise Error("not this one")
+
+    monkeypatch.setattr(comms[1], "close", refuse)
+    with pytest.raises(Error, match="not this one"):
+        communicator_module._close_all()
+    monkeypatch.undo()
+    assert [comm._line.closed for comm in comms] == [True, False, True]
+    comms[1].close()
 
 
 def test_a_closed_communicator_refuses_every_call_and_closes_again() -> None:

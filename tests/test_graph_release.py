@@ -196,3 +196,29 @@ def test_fifty_live_graphs_report_their_memory_which_is_bounded() -> None:
         assert pool.total_bytes() == 0
 
     run(2, body)
+
+
+def test_a_graph_that_goes_while_its_lane_is_opened_gives_that_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ends: what a lease gets after another thread has found its graph gone, and nobody frees."""
+
+    def body(comm: Communicator) -> None:
+        array = comm.empty(4, "i4")
+        engine, registry = comm._engine, comm._registry
+        open_lane = engine.open_lane
+
+        def late() -> int:
+            lane = open_lane()
+            for lease in registry.leases._live.values():
+                lease.release()
+            return lane
+
+        monkeypatch.setattr(engine, "open_lane", late)
+        graph, _ = captured(comm, array)
+        del graph
+        comm.collect()
+        comm.collect()
+        assert registry.lanes.held == ()
+
+    run(1, body)

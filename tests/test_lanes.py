@@ -11,7 +11,7 @@ import group_workers
 import pytest
 
 import cupy_zc
-from cupy_zc import ClosedError, Communicator, MismatchError
+from cupy_zc import ClosedError, Communicator, Error, MismatchError
 from cupy_zc.registration.lanes import Lanes
 
 
@@ -200,6 +200,18 @@ def test_to_invalidate_waits_for_a_replay_that_is_under_way() -> None:
         group_workers.all_fine(group_workers.in_threads(2, replay))
         with pytest.raises(ClosedError):
             graph.launch(stream)
+
+
+def test_every_lane_is_invalidated_though_a_call_of_one_does_not_end() -> None:
+    """Ends: graphs that still ran after a close, because a lane before theirs was busy."""
+    with work.communicators(1, timeout=0.05) as (comm,):
+        lanes = [comm._engine._lanes[comm._engine.open_lane()] for _ in range(3)]
+        with (
+            lanes[1].entered("a call that does not end"),
+            pytest.raises(Error, match=r"Communicator\.close .*another thread was inside"),
+        ):
+            comm._engine.invalidate()
+        assert all(lane._closed for lane in lanes)
 
 
 def test_a_lane_that_no_rank_gets_memory_for_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

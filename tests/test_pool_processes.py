@@ -143,6 +143,40 @@ def test_a_fork_that_gets_no_turn_is_told_and_takes_no_lock_of_another():
     assert "cannot use it" in result.stderr
 
 
+def test_a_fork_that_gets_one_lock_of_a_driver_alone_lets_go_of_it():
+    """Ends: a driver that is stuck for ever after a fork in the middle of a long call."""
+    result = run(
+        """
+        import os, threading, cupy, cupy_zc
+        from cupy_zc.driver import host, host_memory
+        host_memory.FORK_DEADLINE = 0.1
+        pool = cupy_zc.install(cupy_zc.MemoryPool(driver="host"))
+        cupy.empty(10)
+        changed = pool.driver._streams.changed
+        held, go = threading.Event(), threading.Event()
+        def hold():
+            with changed:
+                held.set()
+                go.wait(30)
+        thread = threading.Thread(target=hold, daemon=True)
+        thread.start()
+        held.wait(30)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        go.set()
+        thread.join()
+        free = threading.Thread(target=lambda: print(pool.driver._lock.acquire(timeout=5)))
+        free.start()
+        free.join()
+        print(host._fork.locked())
+        """
+    )
+    assert (result.returncode, result.stdout) == (0, "True\nFalse\n")
+    assert "cannot use it" in result.stderr
+
+
 def test_work_that_a_thread_of_the_parent_runs_does_not_hold_up_the_child():
     result = run(
         """

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 import cupy_zc
+from cupy_zc import Error
 from cupy_zc.driver.host import HostDriver
 from cupy_zc.memory import recording as module
 
@@ -156,9 +157,44 @@ def test_looks_are_thinned_out_but_not_named_ones(pool: Any, monkeypatch: Any) -
         for number in range(40):
             recording.mark("named" if number == 1 else "")
         frames = recording.data()["frames"]
-    assert len(frames) <= 10
+    assert len(frames) <= 11
     assert [frame["label"] for frame in frames].count("named") == 1
     assert recording._interval > NEVER
+
+
+def test_named_looks_do_not_count_for_thinning_out(pool: Any, monkeypatch: Any) -> None:
+    """Ends: a recording with many marks that halves how often it looks at each further one."""
+    monkeypatch.setattr(module, "MOST_FRAMES", 10)
+    with pool.record(interval=NEVER) as recording:
+        for number in range(40):
+            recording.mark(f"named {number}")
+    labels = [frame["label"] for frame in recording.data()["frames"] if frame["label"]]
+    assert labels == [f"named {number}" for number in range(40)]
+    assert recording._interval == NEVER
+
+
+def test_where_no_thread_can_start_the_pool_is_not_recorded(pool: Any, monkeypatch: Any) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        pool.record().start()
+    assert pool._note is None
+    monkeypatch.undo()
+    with pool.record(interval=NEVER) as recording:
+        recording.mark("now")
+
+
+def test_a_thread_that_does_not_end_is_told(pool: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_DEADLINE", 0.01)
+    end = threading.Event()
+    recording = pool.record(interval=NEVER)
+    monkeypatch.setattr(recording, "_run", lambda: end.wait(60))
+    recording.start()
+    with pytest.raises(Error, match="did not end"):
+        recording.stop()
+    end.set()
 
 
 def test_blocks_that_are_long_gone_are_forgotten_and_counted(pool: Any, monkeypatch: Any) -> None:

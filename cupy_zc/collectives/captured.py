@@ -135,7 +135,8 @@ class Recorder:
             bid.take_back()
             if bid.interrupted is not None:
                 self._counts.add(bid.interrupted)  # the peers' call, which is none here
-                self._engine.decline()
+                with suppress(MismatchError):  # that of this capture says more
+                    self._engine.decline()
             if isinstance(error, MismatchError):
                 raise MismatchError(
                     f"{self._checker.name(str(work).rpartition('.')[2])} in a capture: {error}; "

@@ -295,6 +295,7 @@ class Communicator(Calls, SymmetricArrays):
             LiveGraphsError: there are such graphs; the communicator can still be used. One that
                 cannot since a call failed is closed.
             DriverError: the first thing that went wrong; everything else was done all the same.
+            Error: another thread is inside a call, or a replay does not end, within the timeout.
         """
         if os.getpid() != self._line.owner:  # a forked child, where a lock may be held for ever
             return
@@ -383,9 +384,10 @@ class Communicator(Calls, SymmetricArrays):
 
 
 def _close_all() -> None:
-    for each in list(_open):
-        each._part()  # a thread that still waits for other ranks is not waited for
-        each.close(force=True)
+    with ExitStack() as stack:
+        for each in list(_open):
+            stack.callback(each.close, force=True)
+            stack.callback(each._part)  # a thread that waits for other ranks is not waited for
 
 
 atexit.register(_close_all)

@@ -224,9 +224,6 @@ class DeviceEngine:
     def _plan(self, call: Call) -> Launch:
         return plan_of(call, self._machine)
 
-    def _is_capturing(self, stream: Any) -> bool:
-        return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
-
     # Lanes of graphs
 
     def open_lane(self) -> int:

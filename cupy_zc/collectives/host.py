@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,8 +227,9 @@ class HostEngine:
     def invalidate(self) -> None:
         """Make replays of all graphs do nothing from now on. Waits for those under way."""
         self._invalid = True
-        for lane in self._lanes.values():
-            lane.invalidate()
+        with ExitStack() as stack:
+            for lane in self._lanes.values():
+                stack.callback(lane.invalidate)
 
     # A call
 

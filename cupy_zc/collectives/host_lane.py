@@ -139,5 +139,6 @@ class HostLane:
             time.sleep(0.001)
             if self._at != at or self._lock.locked():
                 at, since = self._at, time.monotonic()
+        self._closed = True  # also where the lock is not to be had: no call begins any more
         with self.entered("Communicator.close"):
-            self._closed = True
+            pass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from ..driver.api import Driver
+from ..driver.api import Driver, capturing
 from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
 from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
@@ -244,7 +244,7 @@ class Line:
         places = self._engine.places(work)
         reasons = [place.reason for place in places if place.reason]
         for place in places:
-            if place.segment is not None:
+            if self._automatic and place.segment is not None:
                 self._registry.touched(place.segment)
         if reasons and (call, *reasons) not in self._told:  # a loop says it once
             self._told.add((call, *reasons))
@@ -281,10 +281,7 @@ class Line:
 
     def capturing(self, stream: Any) -> bool:
         """Whether work on the stream is recorded and not run."""
-        try:
-            return bool(stream.ptr) and bool(self._driver.is_capturing(stream.ptr))
-        except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
-            return True
+        return capturing(self._driver, stream)
 
     @contextmanager
     def held(self, call: str) -> Iterator[None]:

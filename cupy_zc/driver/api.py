@@ -32,6 +32,7 @@ __all__ = [
     "MulticastHandle",
     "SegmentHandle",
     "Stream",
+    "capturing",
     "round_up",
     "using_stream",
 ]
@@ -330,6 +331,14 @@ class Driver(Protocol):
     def write(self, address: int, data: bytes) -> None:
         """Copy host bytes to device memory, after all work of the current stream."""
         ...
+
+
+def capturing(driver: Driver, stream: Any) -> bool:
+    """Whether work on a stream is recorded and not run; so it is in an invalid capture."""
+    try:
+        return bool(stream.ptr) and bool(driver.is_capturing(stream.ptr))
+    except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
+        return True
 
 
 @dataclass(frozen=True, slots=True)

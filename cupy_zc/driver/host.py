@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..config import settings
-from ..errors import InvalidValueError
+from ..errors import Error, InvalidValueError
 from .api import CaptureInfo, DeviceInfo
 from .host_event import HostEvent
 from .host_graph import HostLease, lease
@@ -223,7 +223,11 @@ class HostDriver(HostMemory):
     def before_fork(self) -> None:
         """Hold every lock across a fork."""
         super().before_fork()
-        hold_for_fork(self._streams.changed)
+        try:
+            hold_for_fork(self._streams.changed)
+        except Error:
+            super().after_fork(child=False)
+            raise
 
     def after_fork(self, *, child: bool) -> None:
         """Let go of them, in the parent and in the child."""

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..driver.api import GraphLease
+from ..driver.api import GraphLease, capturing
 from .blocks import Home, Segment
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ class Captures:
         done = False
         for number, capture in gone:
             streams = [(which, stream()) for which, stream in list(capture.streams.items())]
-            if any(self._capturing(stream) for _, stream in streams):
+            if any(
+                stream is not None and capturing(self._pool.driver, stream) for _, stream in streams
+            ):
                 continue  # busy with the next graph, and cannot be asked for its key
             targets = {which: self._pool.eager_home(stream) for which, stream in streams}
             with self._pool.region:
@@ -96,12 +98,6 @@ class Captures:
                     self._dissolve(home, targets[which])
                 done = True
         return done
-
-    def _capturing(self, stream: Any) -> bool:
-        try:
-            return stream is not None and self._pool.driver.is_capturing(stream.ptr)
-        except RuntimeError:  # CuPy's answer for a capture that is invalid and was not ended
-            return True
 
     def _dissolve(self, home: Home, target: Home) -> None:
         home.merge_parked()

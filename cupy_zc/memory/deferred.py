@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..driver.api import Driver, GraphLease
+from ..driver.api import Driver, GraphLease, capturing
 from .blocks import Bin, Block
 from .region import Region
 
@@ -108,7 +108,7 @@ class Deferred:
         def passed() -> bool:
             nonlocal event
             if event is None:
-                if stream.ptr and self._driver.is_capturing(stream.ptr):
+                if capturing(self._driver, stream):
                     return False  # an event now would become part of the graph
                 event = self._driver.record_event(stream)
             return bool(event.done)

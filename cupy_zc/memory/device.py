@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..driver.api import Driver
+from ..driver.api import Driver, capturing
 from ..errors import DriverError, OutOfMemoryError
 from . import graphs
 from .accounts import Accounts
@@ -72,7 +72,7 @@ class DevicePool:
 
     def home(self, stream: Any) -> Home:
         """The home that serves ``stream`` now: its own, or that of the capture it is in."""
-        if stream.ptr and self.driver.is_capturing(stream.ptr):
+        if capturing(self.driver, stream):
             home = self.captures.home(stream)
             if home is not None:
                 return home

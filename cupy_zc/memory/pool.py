@@ -19,6 +19,7 @@ from cupy.cuda import MemoryPointer, memory_hook
 
 from ..config import settings
 from ..driver import Driver, select
+from ..driver.api import capturing
 from ..errors import DriverError, Error, InvalidValueError
 from . import graphs
 from .blocks import Bin, Block
@@ -149,8 +150,9 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             bin_ = bins[(size + 511) & -512]
             if not (_has_hooks() and active_hooks()):
                 return hand_over(bin_.pop(), bin_.device)
-        except (AttributeError, KeyError, IndexError, TypeError, OverflowError):
-            pass  # a stream, a device or a size that is new, or no block at hand: no error yet
+        except (LookupError, AttributeError, TypeError, OverflowError, RuntimeError):
+            pass  # a stream, a device or a size that is new, no block at hand, or what
+            # ``_malloc`` raises in better words: a capture that is invalid
         return self._malloc(size)
 
     def _malloc(self, size: int) -> Any:
@@ -194,7 +196,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
     def _serve_inside(self, size: int) -> Any:
         """Serve user code that runs inside the pool: a finalizer, or a signal handler."""
         stream = self._current_stream()
-        if stream.ptr and self._is_capturing(stream.ptr):
+        if capturing(self._driver, stream):
             raise Error(
                 "a finalizer or a signal handler asked for memory inside a stream capture, while "
                 "the pool was at work in the same thread; nothing could keep it for the graph"
@@ -258,7 +260,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         reap()
         pool = self.device_pool()
         current = self._current_stream()
-        if current.ptr and self._is_capturing(current.ptr):
+        if capturing(self._driver, current):
             return
         graphs.settle()
         pool.deferred.settle()

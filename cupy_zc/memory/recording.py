@@ -104,7 +104,12 @@ class Recording:
         self._pool._watch(self.note)
         self._look(None)
         self._thread = threading.Thread(target=self._run, name="cupy-zc recording", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread left
+            self._thread = None
+            self._pool._watch(None)
+            raise
         return self
 
     def stop(self) -> None:
@@ -118,6 +123,8 @@ class Recording:
         self._end.set()
         self._thread.join(_DEADLINE)
         self._pool._watch(None)
+        if self._thread.is_alive():
+            raise Error(f"Recording.stop: its thread did not end within {_DEADLINE:.0f} s")
         self._look(None)
         self._last = self._snapshot(arrays=True)
         if self._failure is not None:
@@ -255,7 +262,7 @@ class Recording:
                 if block not in used and when - self._began < at:  # not handed out since
                     del self._notes[block]
             self._frames.append({"at": at, "label": label, "devices": figures})
-            if len(self._frames) > MOST_FRAMES:
+            if sum(not frame["label"] for frame in self._frames) > MOST_FRAMES:
                 self._thin_out()
 
     def _origin(self, block: Block) -> dict[str, Any]:
@@ -271,7 +278,8 @@ class Recording:
         }
 
     def _thin_out(self) -> None:
-        self._frames = [f for at, f in enumerate(self._frames) if f["label"] or at % 2 == 0]
+        turn = itertools.count()
+        self._frames = [f for f in self._frames if f["label"] or next(turn) % 2 == 0]
         self._interval *= 2
 
 

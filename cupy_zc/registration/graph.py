@@ -90,7 +90,8 @@ class Lease:
         #: By arena and offset of an array here: the same of what each rank passed in its place.
         self.counterparts: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {}
         self._registry = registry
-        self._close_lane: Callable[[int], None] | None = None
+        #: What gives its lane back; of two threads, one takes it out.
+        self._close_lane: dict[int, Callable[[int], None]] = {}
         self._token = registry.driver.lease_graph(info.graph)
         # Weak: dropping a capturing stream ends the capture, and with it the lease.
         self._stream = weakref.ref(stream)
@@ -129,14 +130,23 @@ class Lease:
             segment = getattr(memory, "segment", None)
             if not isinstance(segment, Segment) or segment.home.capture != self.graph:
                 kept[id(memory)] = memory
-            arena, offset, registered, _, _ = self._registry.locate(array)
-            if not registered:
-                arena, offset = -1, 0
+            arena, offset, *_ = self._registry.locate(array)
             self._arrays[array.data.ptr, array.nbytes, array.dtype] = (arena, offset)
 
     def take_lane(self, lane: int, close: Callable[[int], None]) -> None:
         """Own a lane of an engine; ``close`` gives it back."""
-        self.lane, self._close_lane = lane, close
+        self.lane = lane
+        self._close_lane[lane] = close
+        if self.over:  # another thread found the graph gone meanwhile
+            self._give_lane_back()
+
+    def _give_lane_back(self) -> None:
+        while self._close_lane:
+            try:
+                lane, close = self._close_lane.popitem()
+            except KeyError:  # another thread was quicker
+                return
+            close(lane)
 
     def release(self) -> None:
         """Let go of everything. Local, from any thread; again does nothing."""
@@ -145,9 +155,7 @@ class Lease:
         except AttributeError:
             return
         self.unregister()
-        if self.lane is not None and self._close_lane is not None:
-            self._close_lane(self.lane)
-            self._close_lane = None
+        self._give_lane_back()
 
     def unregister(self) -> None:
         """Let go of the segments alone: the communicator closes, and the graph may still run."""

@@ -275,24 +275,17 @@ class Registry:
             )
             return news, [entry.segment.handle for entry in fresh]
 
-        said = carry_out(
-            self.driver,
-            self.device,
-            self.channel,
-            self.windows,
-            self.multicast,
-            tag,
-            prepare,
-            check,
-            heard=self._heard,
-            settled=self._settled,
-            timeout=self.timeout,
-        )
-        for entry in fresh:
-            self._published[entry.segment] = entry
-            entry.tell()
-        self.multicast.follow(said)
-        self.version = next(self._versions)
+        try:
+            said = carry_out(
+                self.driver, self.device, self.channel, self.windows, self.multicast, tag, prepare,
+                check, heard=self._heard, settled=self._settled, timeout=self.timeout,
+            )  # fmt: skip
+            for entry in fresh:
+                self._published[entry.segment] = entry
+                entry.tell()
+            self.multicast.follow(said)
+        finally:
+            self.version = next(self._versions)  # also where releases went before an error
         return said
 
     def share(self, segments: Sequence[Segment], holder: object) -> list[Segment]:
