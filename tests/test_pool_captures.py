@@ -201,6 +201,57 @@ def test_memory_of_a_gone_graph_serves_the_stream_that_captured(driver):
         assert address in {pointer.ptr for pointer in held}
 
 
+def wait_until_settled(pool):
+    """Until the pool knows that no graph lives. It keeps their memory."""
+    gc.collect()
+    for _ in range(1000):
+        pool.device_pool().captures.poll()
+        if pool.statistics().leased_bytes == 0:
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("a graph is not gone")
+
+
+def captured_and_gone(pool, driver, size=1000):
+    """The address of a temporary of a graph that is gone, and that the pool knows to be gone."""
+    graph, address = capture(pool, driver, size)
+    del graph
+    wait_until_settled(pool)
+    return address
+
+
+def test_a_program_that_captures_again_and_again_does_not_grow(pool, driver):
+    """Ends: a segment for the temporaries of each graph that ever was."""
+    first = captured_and_gone(pool, driver)
+    held = pool.total_bytes()
+    for _ in range(30):
+        assert captured_and_gone(pool, driver) == first
+    assert pool.total_bytes() == held
+
+
+def test_a_capture_takes_the_smallest_segment_of_a_gone_graph_that_fits(pool, driver):
+    granule = pool.device_pool().arena.granule
+    large, small = (capture(pool, driver, count * granule) for count in (2, 1))
+    addresses = large[1], small[1]
+    del large, small
+    wait_until_settled(pool)
+    graphs = [capture(pool, driver, count * granule) for count in (1, 2)]
+    assert tuple(graph[1] for graph in graphs) == addresses[::-1]
+
+
+def test_a_capture_does_not_take_what_eager_work_used_since_its_graph_was_gone(pool, driver):
+    stream = driver.make_stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        address = pool.malloc(1000).ptr
+        graph = stream.end_capture()
+        del graph
+        wait_until_settled(pool)
+        assert pool.malloc(1000).ptr == address  # by the stream, whose work may use it still
+    _, other = capture(pool, driver)
+    assert other != address
+
+
 def test_memory_of_a_gone_graph_waits_while_its_stream_captures_the_next(pool, driver):
     stream = driver.make_stream(non_blocking=True)
     with stream:

@@ -54,6 +54,7 @@ class Segment:
         "home",
         "offset",
         "pins",
+        "settled",
     )
 
     def __init__(
@@ -67,6 +68,9 @@ class Segment:
         self.created = created
         #: How many registrations forbid to release it to the driver.
         self.pins = 0
+        #: Whether it was a graph's that is gone, and nobody was given a block of it since: no work
+        #: of any stream may still use it.
+        self.settled = False
         #: Who has it registered, for each communicator: a set, which may be empty.
         self.held_by: list[Collection[object]] = []
         self.home: Home
@@ -87,6 +91,11 @@ class Segment:
         """Whether it was not taken out of its home, as one whole free block, in order to leave."""
         first = self.first
         return first.state != FREE or self.home.index.get(first.offset) is first
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is one free block."""
+        return self.first.state == FREE and self.first.next is None
 
     def blocks(self) -> Iterator[Block]:
         """All blocks in address order."""

@@ -3,8 +3,10 @@
 Without this, a temporary dropped inside a capture is handed to the next eager array, and every
 replay of the graph overwrites it. Here each capture has homes of its own, one for each stream that
 takes part (two branches of a graph may run at once, so a block is reused only in the branch it came
-from). They grow segments of their own and no one else is served from them, until the graph and all
-executables made from it are gone; then the segments join the home of the stream that captured.
+from). They get segments of their own and no one else is served from them, until the graph and all
+executables made from it are gone; then the segments join the home of the stream that captured. The
+next capture takes those first that nobody has used since, so a program that captures again and
+again does not grow.
 
 A failed capture destroys its graph, so it takes the same way out.
 """
@@ -91,9 +93,10 @@ class Captures:
                 continue  # busy with the next graph, and cannot be asked for its key
             targets = {which: self._pool.eager_home(stream) for which, stream in streams}
             with self._pool.region:
-                if self._captures.pop(number, None) is None:
+                if number not in self._captures:
                     continue  # another thread was faster
-                self._pool.drain()
+                self._pool.drain()  # what the capture left in its bins as well
+                del self._captures[number]
                 for which, home in capture.homes.items():
                     self._dissolve(home, targets[which])
                 done = True
@@ -102,11 +105,13 @@ class Captures:
     def _dissolve(self, home: Home, target: Home) -> None:
         home.merge_parked()
         home.heir = target
-        for segment in self._pool.arena.segments.values():
-            if segment.home is home:
-                segment.home = target
+        segments = [each for each in self._pool.arena.segments.values() if each.home is home]
+        for segment in segments:
+            segment.home = target
         for block in list(home.index.values()):
             home.remove(block)
             target.insert(block)
+        for segment in segments:
+            segment.settled = segment.whole
         self._ghosts.append(home)
         self.forget_ghosts()

@@ -201,6 +201,7 @@ class DevicePool:
         block.bin = block.segment.home.bin_for(block.size)
         block.bin.members += 1
         block.since = time.monotonic()
+        block.segment.settled = False
         self.accounts.handed_out(block)
 
     def _settle(self) -> str:

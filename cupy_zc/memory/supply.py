@@ -68,13 +68,10 @@ class Supply:
                 return self.grow(home, size, take, 0)
             raise
         with pool.region:
-            home = home.latest()  # its capture may have ended meanwhile
-            segment.home = home
             segment.first = Block(segment, offset, bytes_)
             arena.segments[offset] = segment
             accounts.grew()
-            home.insert(segment.first)
-            return take(home, size)
+            return self._move(segment, home, size, take)
 
     def _wanted(self, home: Home) -> int:
         """What to ask of the driver at a time. Graphs grow by doubling: many live at once."""
@@ -107,14 +104,20 @@ class Supply:
         """Move a free segment of a stream that is gone to a home and take ``size`` bytes.
 
         Work of that stream may still run, and no event can be recorded on it any more, so the
-        device is synchronised first.
+        device is synchronised first. A capture, in which that cannot be, gets a segment that was of
+        a graph that is gone.
 
         Raises:
             DriverError: the device failed; nothing has changed.
         """
-        if home.capture is not None:
-            return None
         pool = self._pool
+        if home.capture is not None:
+            with pool.region:
+                segment = self._settled(size)
+                if segment is None:
+                    return None
+                segment.home.remove(segment.first)
+                return self._move(segment, home, size, take)
         with pool.region:
             segment = self._orphan(size)
             if segment is None:
@@ -129,9 +132,20 @@ class Supply:
                 return None  # a capture on another thread forbids waiting; grow instead
             raise
         with pool.region:
-            segment.home = home
-            home.insert(segment.first)
-            return take(home, size)
+            return self._move(segment, home, size, take)
+
+    def _move(self, segment: Segment, home: Home, size: int, take: Take[_T]) -> _T | None:
+        """Give a segment that was taken out of its home to another one. For the region."""
+        home = home.latest()  # its capture may have ended meanwhile
+        segment.home = home
+        home.insert(segment.first)
+        return take(home, size)
+
+    def _settled(self, size: int) -> Segment | None:
+        """The smallest segment that fits and that no work may still use. For the region."""
+        homes = self._pool.homes.values()
+        free = [each for home in homes for each in home.whole_segments() if each.settled]
+        return min((s for s in free if s.size >= size), key=lambda s: s.size, default=None)
 
     def _orphan(self, size: int) -> Segment | None:
         for home in self._pool.homes_of_gone_streams():
