@@ -107,16 +107,6 @@ class Lines {
     // Waits for a line of every one of `peers`, all of which are polled in one turn. The packs of
     // other ranks stay as they are.
     __device__ __forceinline__ bool collect(u32 peers, u64 line, Pack (&packs)[MAX_RANKS]) const {
-        if (args_.size == 2) {
-            Pack pack = {0, 0};
-            const bool there = peers == 0 || take(1 - args_.rank, line, pack);
-            if (holds(peers, 0)) {
-                packs[0] = pack;
-            } else if (holds(peers, 1)) {
-                packs[1] = pack;
-            }
-            return there;
-        }
         Watch watch;
         Verdict verdict;
         do {

@@ -291,3 +291,16 @@ def test_a_layout_is_shown_whole(rank: Rank) -> None:
         r"shape \(64, 32, 32\), strides \(16384, 512, 8\)",
         lambda: rank.comm.all_reduce(array, array),
     )
+
+
+def test_to_preload_what_there_is_not_is_refused() -> None:
+    comm = Communicator.in_process(1, driver=HostDriver())[0]
+    with comm:
+        comm.preload("float32")
+        comm.preload(np.int8, op="max")
+        with pytest.raises(InvalidTypeError, match=r"preload .*dtype.*float128.*one of bool"):
+            comm.preload("float128")
+        with pytest.raises(InvalidTypeError, match=r"preload .*dtype"):
+            comm.preload("no type at all")
+        with pytest.raises(InvalidValueError, match=r"preload .*op.*complex arrays"):
+            comm.preload("complex64", "max")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from collective_memory import filled, got, put
 from collective_workers import meet
-from device_ranks import device, engine_of, ranks, zero_copy
+from device_ranks import KERNELS, device, engine_of, ranks, zero_copy
 from emulated_driver import EmulatedDriver
 
 import cupy_zc
@@ -24,6 +25,7 @@ from cupy_zc import (
     NotZeroCopyError,
     PeerTimeoutError,
 )
+from cupy_zc.driver.api import KernelName
 from cupy_zc.memory.pool import reap
 
 __all__ = ["device"]  # a fixture
@@ -306,3 +308,26 @@ def test_after_a_forced_close_a_replay_does_nothing(device: EmulatedDriver) -> N
             assert (got(array) == 2).all()
 
         work.run(comms, body)
+
+
+def test_to_preload_asks_for_each_kernel_once_and_tells_of_an_error(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranks(2, device) as comms:
+        loaded: list[KernelName] = []
+
+        def note(number: int, name: KernelName) -> int:
+            loaded.append(name)
+            return 0
+
+        monkeypatch.setattr(device, "load", note)
+        comms[0].preload("float32", "sum")
+        assert set(KERNELS[:1]) <= {dataclasses.replace(each, function="") for each in loaded}
+        assert len(loaded) == len(set(loaded)) > 8
+
+        def refuse(number: int, name: KernelName) -> int:
+            raise DriverError("cupy.RawModule", "CompileException", 0, cause=name.source)
+
+        monkeypatch.setattr(device, "load", refuse)
+        with pytest.raises(DriverError, match="CompileException"):
+            comms[1].preload("int8", "max")

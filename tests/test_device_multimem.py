@@ -186,12 +186,12 @@ def test_a_kernel_is_compiled_for_the_way_in_which_copies_are_accessed(
     for columns in (1, 1 << 20):
         call = call._replace(columns=columns)
         there = machine(8, multicast=how)
-        name = kernel_of(call, plan_of(call, there), there)
+        name = kernel_of(call.code, call.reduction, plan_of(call, there), there)
         assert f"CUPY_ZC_MULTIMEM={policy}" in name.defines
         assert "CUPY_ZC_ELEMENT=float" in name.defines
         assert f"struct {policy} {{" in kernels.source("multimem.cuh")
         without = machine(8, multicast="")
-        defines = kernel_of(call, plan_of(call, without), without).defines
+        defines = kernel_of(call.code, call.reduction, plan_of(call, without), without).defines
         assert not any("MULTIMEM" in define for define in defines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from cupy_zc import kernels
 from cupy_zc.collectives.call import Call
 from cupy_zc.collectives.device_args import described, fingerprint
+from cupy_zc.collectives.device_kernels import kernel_of, kernels_of
+from cupy_zc.collectives.device_multimem import refuse_multimem
 from cupy_zc.collectives.device_plan import (
     CHUNK,
     LINE_DATA,
@@ -20,7 +23,7 @@ from cupy_zc.collectives.device_plan import (
     device_plan,
     sizes,
 )
-from cupy_zc.collectives.dtypes import DTYPES
+from cupy_zc.collectives.dtypes import DTYPES, ITEMSIZES, code_of
 from cupy_zc.collectives.plan import REDUCTIONS, ROLES, Operation
 
 _machines = st.builds(
@@ -128,3 +131,25 @@ def test_every_bit_of_a_fingerprint_depends_on_the_count(bits: int) -> None:
     call = Call(Operation.ALL_REDUCE, np.dtype("f4"), 11, 0, 0, 0, 0, None, None, False, "")
     values = [fingerprint(call._replace(columns=1 << shift)) >> bits & 1 for shift in range(44)]
     assert {0, 1} == set(values)
+
+
+_kinds = st.sampled_from([(11, 0), (11, 3), (7, 0), (14, 1), (0, 0)])  # f4, f4 max, i8, c16, bool
+
+
+@given(st.sampled_from(Operation), st.integers(0, 1 << 40), _kinds, _machines)
+def test_the_kernels_to_preload_are_all_that_calls_may_need(
+    operation: Operation, count: int, kind: tuple[int, int], machine: Machine
+) -> None:
+    code, reduction = kind
+    in_switch = bool(machine.multicast) and not refuse_multimem(code, reduction)
+    plan = device_plan(operation, count, ITEMSIZES[code], machine, in_switch=in_switch)
+    if plan.source:
+        needed = kernel_of(code, reduction, plan, machine)
+        assert needed in kernels_of(code, reduction, machine)
+
+
+def test_element_sizes_are_those_of_the_types() -> None:
+    for name, itemsize in zip(DTYPES, ITEMSIZES, strict=True):
+        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        assert dtype.itemsize == itemsize
+        assert code_of(dtype) == DTYPES.index(name)

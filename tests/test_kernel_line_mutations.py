@@ -64,7 +64,7 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         "line != ~count) {\n            return true;",
         ("ll128_broadcast", "ll128_scatter", "ll128_gather", "ll128_reduce")),
     "lane that sends what it later overwrites": (
-        "ll128_move.cu", "line = line_group(); line < rows_.lines(); line += line_groups()",
+        "line_moves.cuh", "line = line_group(); line < rows_.lines(); line += line_groups()",
         "line = rows_.lines() - 1 - line_group(); line < rows_.lines(); line -= line_groups()",
         ("ll128_all_to_all",)),
 }  # fmt: skip

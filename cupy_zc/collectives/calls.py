@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidValueError
 from .call import Call
 from .checks import Checker
+from .engine import Engine
 from .plan import Operation
 from .point_to_point import Letter, Parcel
 
@@ -55,6 +56,26 @@ class Calls(ABC):
     """
 
     _checker: Checker
+    _engine: Engine
+
+    def preload(self, dtype: Any, op: str = "sum") -> None:
+        """Load the kernels of all collectives of a dtype, and of an op where they reduce. Local.
+
+        CUDA loads a kernel when it is called for the first time, which takes up to seconds where it
+        is not in CuPy's cache on disk, and waits until what runs on the device has ended. Not
+        needed, unless a call is the first of its kind while a collective on another stream (a graph
+        that is replayed, say) waits for a rank that in turn waits for this call: that ends at the
+        deadline. It holds for kernels of any library, CuPy's own among them.
+
+        Args:
+            dtype: Of the arrays.
+            op: As in :meth:`all_reduce`.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: collectives do not know the dtype, or the op.
+            DriverError: a kernel does not compile, or cannot be loaded.
+        """
+        self._engine.preload(*self._checker.kind("preload", dtype, op))
 
     @abstractmethod
     def _again(self, key: tuple[Any, ...], source: Any, target: Any, stream: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
+import numpy as np
 
 from ..arrays import ArrayInfo, inspect, on_host
 from ..errors import InvalidTypeError, InvalidValueError
@@ -92,12 +93,27 @@ class Checker:
         """A rank of the communicator."""
         return self.number(call, name, value, self.size)
 
-    def reduction(self, call: str, op: Any, info: ArrayInfo) -> int:
+    def kind(self, call: str, dtype: Any, op: Any) -> tuple[int, int]:
+        """The numbers of a dtype and of a reduction that it knows.
+
+        Raises:
+            InvalidTypeError: no dtype that collectives know. InvalidValueError: no such reduction.
+        """
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:
+            kind = None
+        code = None if kind is None else code_of(kind)
+        if kind is None or code is None:
+            raise InvalidTypeError(self.name(call), "dtype", dtype, f"one of {', '.join(DTYPES)}")
+        return code, self.reduction(call, op, kind)
+
+    def reduction(self, call: str, op: Any, dtype: np.dtype[Any]) -> int:
         """The number of a reduction that the dtype knows."""
         if not isinstance(op, str) or op not in REDUCTIONS:  # an array would be compared
             allowed = f"one of {', '.join(map(repr, REDUCTIONS))}"
             raise InvalidValueError(self.name(call), "op", op, allowed)
-        instead = refuse_reduction(info.dtype, op)
+        instead = refuse_reduction(dtype, op)
         if instead is not None:
             raise InvalidValueError(self.name(call), "op", op, instead)
         return REDUCTIONS.index(op)
@@ -151,7 +167,7 @@ class Checker:
         call = "all_reduce"
         given, taken, fortran = self.pair(call, source, target)
         self.sizes(call, "out_array", taken.size, given.size, "which in_array has", exact=False)
-        reduction = self.reduction(call, op, given)
+        reduction = self.reduction(call, op, given.dtype)
         return self._call(
             Operation.ALL_REDUCE, given, taken, given.size, source, target,
             reduction=reduction, fortran=fortran,
@@ -166,7 +182,7 @@ class Checker:
         if self.rank == root:
             given, taken, fortran = self.pair(call, source, target)
             self.sizes(call, "out_array", taken.size, given.size, "which in_array has", exact=False)
-        reduction = self.reduction(call, op, given)
+        reduction = self.reduction(call, op, given.dtype)
         return self._call(
             Operation.REDUCE, given, taken, given.size, source, target,
             reduction=reduction, root=root, fortran=fortran,
@@ -190,7 +206,7 @@ class Checker:
         why = f"count={count} for each of {self.size} ranks"
         self.sizes(call, "in_array", given.size, count * self.size, why, exact=False)
         self.sizes(call, "out_array", taken.size, count, "which is count", exact=False)
-        reduction = self.reduction(call, op, given)
+        reduction = self.reduction(call, op, given.dtype)
         return self._call(
             Operation.REDUCE_SCATTER, given, taken, count, source, target,
             reduction=reduction, fortran=fortran,

@@ -23,7 +23,7 @@ from .device_args import EVERY_RANK, STAGED, fingerprint, location
 from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
 from .device_copies import Copies
 from .device_health import Health
-from .device_kernels import kernel_of
+from .device_kernels import kernel_of, kernels_of, load_all
 from .device_lane import DeviceLane, Records
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
@@ -167,6 +167,10 @@ class DeviceEngine:
     def _missing(self) -> list[int]:
         with self._driver.use_device(self._device), self._aside():
             return self._lanes[0].missing()
+
+    def preload(self, code: int, reduction: int) -> None:
+        """Load the kernels of an element type and a reduction, several at a time. Local."""
+        load_all(self._driver, self._device, kernels_of(code, reduction, self._machine))
 
     def close(self) -> None:
         """Give back what there is, but for lanes: graphs that live keep theirs.
@@ -357,7 +361,8 @@ class DeviceEngine:
 
     def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
         plan = self._plan(call)
-        function = self._driver.load(self._device, kernel_of(call, plan, self._machine))
+        kernel = kernel_of(call.code, call.reduction, plan, self._machine)
+        function = self._driver.load(self._device, kernel)
         args = lane.args()
         args.count = call.columns
         args.fingerprint = fingerprint(call)

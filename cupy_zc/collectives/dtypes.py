@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DTYPES", "code_of", "refuse_reduction"]
+__all__ = ["DTYPES", "ITEMSIZES", "code_of", "refuse_reduction"]
 
 #: Names of the types; the place of a name is its number in a negotiation word.
 DTYPES: tuple[str, ...] = (
@@ -15,6 +15,9 @@ DTYPES: tuple[str, ...] = (
     "float16", "bfloat16", "float32", "float64",
     "complex64", "complex128",
 )  # fmt: skip
+
+#: Bytes of an element, by number.
+ITEMSIZES: tuple[int, ...] = (1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16)
 
 _codes: dict[np.dtype[Any], int] = {}
 

@@ -50,6 +50,10 @@ class Engine(Protocol):
         """
         ...
 
+    def preload(self, code: int, reduction: int) -> None:
+        """Load what calls of an element type and a reduction may need. Local."""
+        ...
+
     def places(self, work: Call | Letter) -> tuple[Place, ...]:
         """Where the arrays of a call are, as far as other ranks touch them. Local."""
         ...

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from . import plan as planning
 from .call import Call, Transfer, transfer_of
 from .checks import Checker, overlap
 from .engine import Place
-from .host_lane import HostLane, replayed_after_close
+from .host_lane import HostLane, Recorded, replayed_after_close
 from .host_words import CAPTURES, compare, write
 from .insist import insist_on_multicast, needs_multicast
 from .memory import matrix
@@ -36,21 +36,6 @@ from .reductions import Array
 from .rounds import NONE, OWN, STAGED, Reach, Where, do_share
 
 __all__ = ["HostEngine"]
-
-
-class _Recorded(NamedTuple):
-    """A captured call: all that a replay needs. Its lease keeps the memory, so this must not."""
-
-    #: Without its arrays.
-    call: Call
-    source: Place
-    target: Place
-    #: Addresses of this rank's arrays; 0 where there is none.
-    given: int
-    taken: int
-    lane: HostLane
-    #: Which call of its graph it is, from 1.
-    number: int
 
 
 def _wait_on(awaited: Collection[int]) -> None:
@@ -257,17 +242,20 @@ class HostEngine:
         if self._doing is not None:
             self._interrupted(awaited, self._eager.number, self._doing)
 
+    def preload(self, code: int, reduction: int) -> None:
+        """Nothing is loaded."""
+
     def repeat(self) -> None:
         """None: a call is made anew each time, which costs little beside the work itself."""
 
     def close(self) -> None:
         """Nothing: all memory is the heap's."""
 
-    def _record(self, call: Call, lane: HostLane) -> _Recorded:
+    def _record(self, call: Call, lane: HostLane) -> Recorded:
         lane.recorded += 1
         given, taken = (0 if each is None else each.data.ptr for each in (call.input, call.output))
         bare = call._replace(input=None, output=None)
-        return _Recorded(bare, *self._two_places(call), given, taken, lane, lane.recorded)
+        return Recorded(bare, *self._two_places(call), given, taken, lane, lane.recorded)
 
     def _deliver(self, letter: Letter) -> None:
         """Carry out a point-to-point call."""
@@ -327,7 +315,7 @@ class HostEngine:
             finally:
                 self._doing = None  # it has the arrays
 
-    def _replay(self, recorded: _Recorded) -> None:
+    def _replay(self, recorded: Recorded) -> None:
         """Carry out a captured call once. Collective. Errors: as :meth:`run`."""
         call, source, target, given, taken, lane, number = recorded
         with lane.replaying(call, number):

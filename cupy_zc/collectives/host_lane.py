@@ -10,13 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..errors import ClosedError, Error
 from ..group import vote
 from ..registration import Registry, SymmetricHeap
+from .call import Call
 from .control import Control
+from .engine import Place
 
-__all__ = ["HostLane", "replayed_after_close"]
+__all__ = ["HostLane", "Recorded", "replayed_after_close"]
 
 #: Bytes of the smallest scratch.
 _LEAST_ROOM = 1 << 12
@@ -142,3 +145,18 @@ class HostLane:
         self._closed = True  # also where the lock is not to be had: no call begins any more
         with self.entered("Communicator.close"):
             pass
+
+
+class Recorded(NamedTuple):
+    """A captured call: all that a replay needs. Its lease keeps the memory, so this must not."""
+
+    #: Without its arrays.
+    call: Call
+    source: Place
+    target: Place
+    #: Addresses of this rank's arrays; 0 where there is none.
+    given: int
+    taken: int
+    lane: HostLane
+    #: Which call of its graph it is, from 1.
+    number: int
