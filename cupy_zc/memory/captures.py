@@ -87,11 +87,7 @@ class Captures:
         done = False
         for number, capture in gone:
             streams = [(which, stream()) for which, stream in list(capture.streams.items())]
-            if any(
-                stream is not None and capturing(self._pool.driver, stream) for _, stream in streams
-            ):
-                continue  # busy with the next graph, and cannot be asked for its key
-            targets = {which: self._pool.eager_home(stream) for which, stream in streams}
+            targets = {which: self._target(stream) for which, stream in streams}
             with self._pool.region:
                 if number not in self._captures:
                     continue  # another thread was faster
@@ -101,6 +97,16 @@ class Captures:
                     self._dissolve(home, targets[which])
                 done = True
         return done
+
+    def _target(self, stream: Any) -> Home:
+        """Where memory of a graph goes that was captured on a stream; None: one that is gone.
+
+        One that captures the next graph may be impossible to ask for its key. Then the memory goes
+        where that of streams goes that are gone: whoever is next gets it.
+        """
+        if stream is not None and capturing(self._pool.driver, stream):
+            stream = stream if hasattr(stream, "_cupy_zc_key") else None
+        return self._pool.eager_home(stream)
 
     def _dissolve(self, home: Home, target: Home) -> None:
         home.merge_parked()
