@@ -24,9 +24,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 
-PEERS, HOST, POOL = "collectives-2xh200-peers", "host-collectives", "pool-h200"
+GPUS, HOST, POOL = "collectives-2xh200", "host-collectives", "pool-h200"
 #: Runs, by the plot that shows them.
-PLOTS = {"performance-peers": PEERS, "performance-host": HOST, "performance-pool": POOL}
+PLOTS = {"performance-gpus": GPUS, "performance-host": HOST, "performance-pool": POOL}
+#: The last column of the table of GPUs: below 1, this package is ahead.
+RATIO = "to the best other"
 
 Row = dict[str, Any]
 
@@ -66,24 +68,31 @@ def _runs(name: str) -> str:
     return f"Runs: {'; '.join(told)}. File: `benchmarks/results/{name}.jsonl`."
 
 
-def _peers() -> str:
+def _gpus() -> str:
     by_size: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
-    ceilings = []
-    for row in rows(PEERS):
+    ceilings, host = [], []
+    for row in rows(GPUS):
         if row["metric"] == "ceiling":
-            ceilings.append((row["name"], row["one_gbps"], row["both_gbps"]))
-        elif row["metric"] == "device_us":
+            ceilings.append((row["name"], row["one_gbps"], row["both_gbps"], row["time"]))
+        elif row["metric"] == "device_us" and row["us"] is not None:
             by_size[row["collective"], row["bytes"]][row["engine"]] = row["us"]
+        elif row["metric"] == "host_us" and row["us"] is not None:
+            host.append((row["collective"], row["engine"], row["us"]))
     engines = list(dict.fromkeys(name for cells in by_size.values() for name in cells))
-    lines = [
-        (kind, _size(size), *(cells.get(engine, "") for engine in engines))
-        for (kind, size), cells in by_size.items()
-    ]
+    lines = []
+    for (kind, size), cells in by_size.items():
+        best = min(us for name, us in cells.items() if not name.startswith("cupy-zc"))
+        figures = (f"{cells[name]:.4g}" if name in cells else "" for name in engines)
+        lines.append((kind, _size(size), *figures, f"{cells['cupy-zc'] / best:.2f}"))
+    calls = [(engine, f"{us:.1f}") for kind, engine, us in host if kind == "all_reduce"]
     return "\n\n".join(
         (
-            _table(["collective", "bytes", *(f"{name}, us" for name in engines)], lines),
-            _table(["what the link can do, 256 MiB", "one way, GB/s", "both, GB/s"], ceilings),
-            _runs(PEERS),
+            _table(["collective", "bytes", *(f"{name}, us" for name in engines), RATIO], lines),
+            _table(["an eager all_reduce of 1 KiB", "us of Python thread time"], calls),
+            _table(
+                ["what the link can do, 256 MiB", "one way, GB/s", "both, GB/s", "in"], ceilings
+            ),
+            _runs(GPUS),
         )
     )
 
@@ -124,18 +133,21 @@ def _pool() -> str:
 
 
 #: Text of the generated sections of the page, by name.
-SECTIONS = {"peers": _peers, "host": _host, "pool": _pool}
+SECTIONS = {"gpus": _gpus, "host": _host, "pool": _pool}
 
 
-def _draw_peers(axes: Any) -> None:
+def _draw_gpus(axes: Any) -> None:
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for row in rows(PEERS):
-        if row["metric"] == "device_us" and row["collective"] == "all_reduce":
+    for row in rows(GPUS):
+        measured = row["metric"] == "device_us" and row["us"] is not None
+        if measured and row["collective"] == "all_reduce" and row["engine"] != "cupy-zc-plain":
             lines[row["engine"]].append((row["bytes"], row["us"]))
     for engine, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=engine)
+        own = engine == "cupy-zc"
+        style = {"color": "black", "linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1}
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=engine, **style)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds")
-    axes.set_title("all_reduce of other libraries, two H200 (none of them is cupy-zc)")
+    axes.set_title("all_reduce between two H200")
     axes.legend()
 
 
@@ -167,7 +179,7 @@ def main() -> None:
     from matplotlib import pyplot as plt
 
     mpl.rcParams.update({"svg.hashsalt": "cupy-zc", "font.size": 9})
-    drawings = (_draw_peers, _draw_host, _draw_pool)
+    drawings = (_draw_gpus, _draw_host, _draw_pool)
     for (plot, name), draw in zip(PLOTS.items(), drawings, strict=True):
         figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
         draw(axes)
