@@ -201,13 +201,13 @@ def _do(function: Callable[..., Any], *arguments: int) -> None:
 
 
 @contextlib.contextmanager
-def emulated_device(cache: Path) -> Iterator[EmulatedDriver]:
-    """A device for up to three ranks of two blocks each, which is the CUDA driver for all who ask.
+def emulated_device(cache: Path, *, devices: int = 1) -> Iterator[EmulatedDriver]:
+    """Devices for up to three ranks of two blocks each, which is the CUDA driver for all who ask.
 
     Blocks have few threads, each of which is a fiber, and lanes are small. ``view``, ``asnumpy``
     and ``copyto`` reach its arrays as those of the host.
     """
-    driver = EmulatedDriver(cache, multiprocessors=KEPT_FREE + 6)
+    driver = EmulatedDriver(cache, multiprocessors=KEPT_FREE + 6, devices=devices)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy_zc.driver, "_cuda", lambda: driver)
         patch.setattr(cupy_zc.arrays, "on_host", lambda array: True)

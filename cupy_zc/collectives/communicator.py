@@ -106,6 +106,7 @@ class Communicator(Calls, SymmetricArrays):
         self._registry.multicast.start(
             self._engine.multicast_probe, self._heap.reserve_private, "Communicator",
             require=options.multicast == "require", insist=options.insists,
+            prove=self._engine.prove_multicast,
         )  # fmt: skip
         vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)

@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from ..driver.api import KernelDriver, using_stream
@@ -24,12 +25,13 @@ from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
 from .device_copies import Copies
 from .device_health import Health
 from .device_kernels import kernel_of, kernels_of, load_all
-from .device_lane import DeviceLane, Records
+from .device_lane import DeviceLane
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
 from .device_plan import Launch, Machine, plan_of
-from .device_setup import lines_are_whole, machine_of, step, try_mappings, zero_on_all
-from .device_windows import WindowTable
+from .device_probe import DeviceProbe
+from .device_setup import lines_are_whole, local_parts, machine_of, step, try_mappings, zero_on_all
+from .device_switch import try_switch
 from .engine import Place, Repeat
 from .plan import ROLES, Operation
 from .point_to_point import Letter
@@ -59,7 +61,8 @@ class DeviceEngine:
     """
 
     name = "device"
-    multicast_probe: Probe | None = None
+    #: How the copies of all ranks are reached at once where multicast is on.
+    multicast_kind: Multicast = "hardware"
 
     def __init__(
         self,
@@ -84,14 +87,17 @@ class DeviceEngine:
         self._driver = driver
         self._device = registry.device
         self._timeout = timeout
-        self._health = Health(checker.rank, timeout, departed, abandon)
-        self._copies = Copies(driver)
+        self._health, self._copies = (
+            Health(checker.rank, timeout, departed, abandon),
+            Copies(driver),
+        )
         self._repeat: Repeat | None = None
         self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._records, self._side, self._windows = step(
-            registry, "set up the device engine", self._local_parts
+            registry, "set up the device engine", partial(local_parts, registry, self.size)
         )
+        self.multicast_probe: Probe | None = DeviceProbe(registry, self._side)
         self._lanes: dict[int, DeviceLane] = {}
         self._shapes: dict[tuple[Any, ...], Shape] = {}
         self._open_lane(0)
@@ -99,21 +105,10 @@ class DeviceEngine:
             self._machine = dataclasses.replace(self._machine, whole_lines=False)
         sizes = MailSizes.of(self.size, self._machine.blocks)
         area = heap.reserve(sizes.area_bytes(self.size))
-        self._mail = step(
-            registry,
-            "set up mail",
-            lambda: DeviceMail(
-                registry, heap, area, checker, sizes, self._records, self._copies, timeout
-            ),
-        )
+        parts = (registry, heap, area, checker, sizes, self._records, self._copies, timeout)
+        self._mail = step(registry, "set up mail", lambda: DeviceMail(*parts))
         zero_on_all(registry, self._side, "the mail", area.ptr, area.size)
         self._health.watch(self._mail.record, self._mail.describe)
-
-    def _local_parts(self) -> tuple[Records, Any, WindowTable]:
-        """What a rank makes by itself: records, a stream for set-up and inspection, the table."""
-        side = self._driver.make_stream(non_blocking=True)
-        table = WindowTable(self._driver, self._registry, self.size, side)
-        return Records(self._driver), side, table
 
     def _open_lane(self, number: int) -> None:
         lane = DeviceLane(
@@ -128,6 +123,18 @@ class DeviceEngine:
         self._health.watch(lane.record, None)
         if self._machine.multicast:
             self.use_multicast(self._machine.multicast, self._bound)
+
+    def prove_multicast(self, bound: Callable[[int, int], bool]) -> str:
+        """Use multicast from now on, if what goes through it comes out right. Collective."""
+        self.use_multicast(self.multicast_kind, bound)
+        with self._aside():
+            words = try_switch(
+                self._registry, self._heap, self._machine, self.enqueue, self.check, self._side
+            )
+        self.done = self._repeat = self.stream = None
+        if words:
+            self.use_multicast("", nothing_is_bound)
+        return words
 
     def use_multicast(self, how: Multicast, bound: Callable[[int, int], bool]) -> None:
         """Access the copies of all ranks at once; before the first call, on all ranks alike.
@@ -291,10 +298,8 @@ class DeviceEngine:
             source = self._copies.of(source.data.ptr, source.nbytes, stream)
         if self.size == 1:
             self._copy(call, source, target, stream)
-            plan = self._plan(call)
-            self.done = Done(
-                call.operation, call.root, plan, transfer_of(call, plan.algorithm, 1), None
-            )
+            transfer = transfer_of(call, self._plan(call).algorithm, 1)
+            self.done = Done(call.operation, call.root, None, transfer, None)
             self._in(stream)
             return
         self._windows.refresh()

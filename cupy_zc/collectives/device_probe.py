@@ -1,7 +1,6 @@
 """How the device engine tries multicast out: one store to all ranks, and one load of their sum.
 
-Whoever made the multicast objects asks for it, before anything relies on them. An engine that has a
-probe is one for which objects are made, so to give it one is a decision of its own.
+Whoever made the multicast objects asks for it, before anything relies on them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import ctypes
 from typing import Any, Protocol
 
 from ..driver.api import KernelDriver, KernelName, using_stream
+from ..registration import Registry
 from .device_kernels import launch_with
 
 __all__ = ["DeviceProbe"]
@@ -30,16 +30,15 @@ class DeviceProbe:
     """Stores and reduces on one device. Both calls return when it is done.
 
     Args:
-        driver: Of the device.
-        device: Ordinal.
+        registry: Of the device.
         stream: Where kernels run.
     """
 
-    def __init__(self, driver: KernelDriver, device: int, stream: Any) -> None:
-        self._driver = driver
-        self._device = device
+    def __init__(self, registry: Registry, stream: Any) -> None:
+        assert isinstance(registry.driver, KernelDriver)
+        self._driver = registry.driver
+        self._device = registry.device
         self._stream = stream
-        self._sum = driver.plain_memory(8)
 
     def store(self, target: _Target, value: int) -> None:
         """Store a word to all ranks."""
@@ -48,9 +47,10 @@ class DeviceProbe:
 
     def reduce(self, target: _Target) -> int:
         """The sum of the words of all ranks, modulo 2 ** 32."""
-        self._launch("reduce", target, self._sum.ptr)
+        total = self._driver.plain_memory(8)
+        self._launch("reduce", target, total.ptr)
         with using_stream(self._stream, self._driver.current_stream):
-            return int.from_bytes(self._driver.read(self._sum.ptr, 8), "little")
+            return int.from_bytes(self._driver.read(total.ptr, 8), "little")
 
     def _launch(self, what: str, target: _Target, value: int) -> None:
         function = self._driver.load(self._device, KernelName(_SOURCE, f"multimem_probe_{what}"))

@@ -20,10 +20,13 @@ from ..group.naming import sides
 from ..registration import Registry
 from .device_args import EVERY_RANK, MAX_RANKS, nanoseconds
 from .device_kernels import launch_with
-from .device_lane import DeviceLane
+from .device_lane import DeviceLane, Records
 from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
+from .device_windows import WindowTable
 
-__all__ = ["lines_are_whole", "machine_of", "step", "try_mappings", "zero_on_all"]
+__all__ = [
+    "lines_are_whole", "local_parts", "machine_of", "step", "try_mappings", "zero_on_all",
+]  # fmt: skip
 
 _log = logging.getLogger("cupy_zc")
 _T = TypeVar("_T")
@@ -196,6 +199,14 @@ def _pattern(
 def _place(lane: DeviceLane, owner: int, writer: int) -> int:
     """Where one rank writes its pattern to the lane of another one."""
     return lane.addresses[owner] + writer * PATTERN_BYTES
+
+
+def local_parts(registry: Registry, ranks: int) -> tuple[Records, Any, WindowTable]:
+    """What a rank makes by itself: records, a stream for set-up and inspection, the table."""
+    driver = registry.driver
+    assert isinstance(driver, KernelDriver)
+    side = driver.make_stream(non_blocking=True)
+    return Records(driver), side, WindowTable(driver, registry, ranks, side)
 
 
 def step(registry: Registry, name: str, action: Callable[[], _T]) -> _T:

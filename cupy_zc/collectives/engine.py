@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
@@ -47,6 +48,20 @@ class Engine(Protocol):
 
         Args:
             ended: Whether all calls that were enqueued have ended.
+        """
+        ...
+
+    def prove_multicast(self, bound: Callable[[int, int], bool]) -> str:
+        """Use multicast from now on, if what goes through it comes out right. Collective.
+
+        Args:
+            bound: Whether a byte of this rank, by arena and offset, is bound on all ranks.
+
+        Returns:
+            What is wrong, the same on all ranks, and multicast is not used then; empty: nothing.
+
+        Raises:
+            AgreementError: it could not be tried; on all ranks.
         """
         ...
 

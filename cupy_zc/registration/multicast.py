@@ -88,6 +88,7 @@ class Multicast:
         *,
         require: bool,
         insist: bool = False,
+        prove: Callable[[Callable[[int, int], bool]], str] = lambda _: "",
     ) -> None:
         """Decide together whether multicast is used, and try it. Collective, once.
 
@@ -98,6 +99,8 @@ class Multicast:
             call: The public name, for errors.
             require: Whether there is to be an error where it cannot be used; equal on all ranks.
             insist: Whether there is to be one for each call that cannot use it then; equal as well.
+            prove: Tries what the engine will do, given what is bound; says what is wrong, the same
+                on all ranks. Collective.
 
         Raises:
             MulticastUnavailableError: it is required and cannot be used, on any of the ranks; on
@@ -116,6 +119,12 @@ class Multicast:
         if team is not None and probe is not None:
             self._team = team
             self._try(probe, spot(SPACING * size))
+            wrong = prove(self._is_bound) if self.status.state == "on" else ""
+            if wrong:
+                _log.warning(
+                    "rank %d: multicast is not used: %s", self._registry.channel.rank, wrong
+                )
+                self.status = MulticastStatus("unavailable", wrong)
         if require and self.status.state != "on":
             raise MulticastUnavailableError(
                 call,
@@ -150,11 +159,10 @@ class Multicast:
 
         Local, and whether it is empty is the same on all ranks.
         """
-        for place, size in self._bound.items():
-            if place.arena == arena and place.offset <= offset < place.offset + size:
-                return ""
         if self.status.state != "on":
             return f"multicast is {self.status.state}: {self.status.reason}"
+        if self._is_bound(arena, offset):
+            return ""
         fallen = dict(self.status.fallen).get(arena)
         if fallen is not None:
             return f"multicast is not used for its arena any more: {fallen}"
@@ -162,6 +170,12 @@ class Multicast:
         if segment is not None and Place(arena, segment.offset) in self._ledger.common():
             return "its segment is not whole within one multicast object"
         return "not every rank has a segment of the same size registered at the same offset"
+
+    def _is_bound(self, arena: int, offset: int) -> bool:
+        return any(
+            place.arena == arena and place.offset <= offset < place.offset + size
+            for place, size in self._bound.items()
+        )
 
     def segment_at(self, arena: int, offset: int) -> Segment | None:
         """The segment with this byte that this rank has published."""
