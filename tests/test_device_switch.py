@@ -22,12 +22,14 @@ from emulated_driver import EmulatedDriver, emulated_device
 from multicast_workers import run_elsewhere
 
 from cupy_zc import Communicator, MulticastUnavailableError
+from cupy_zc.cli.checks import switch
 from cupy_zc.collectives import device as engine_module
 from cupy_zc.collectives import device_multimem, device_switch
 from cupy_zc.collectives.call import Call
 from cupy_zc.collectives.device import DeviceEngine
 from cupy_zc.collectives.device_multimem import MULTIMEM
-from cupy_zc.collectives.plan import Operation
+from cupy_zc.collectives.dtypes import DTYPES
+from cupy_zc.collectives.plan import REDUCTIONS, Operation
 from cupy_zc.config import multicast_refusal
 from cupy_zc.driver.api import KernelName
 from cupy_zc.registration import HostProbe
@@ -153,3 +155,52 @@ def test_a_lane_that_is_not_bound_is_told(
     with ranks(device) as comms:
         assert {comm.multicast.state for comm in comms} == {"unavailable"}
         assert "lane of the device engine" in comms[0].multicast.reason
+
+
+@needs_multicast
+def test_the_self_test_tries_all_types_and_finds_what_is_wrong(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {
+        Operation.ALL_REDUCE: [("int32", "sum"), ("bool", "sum"), ("complex64", "sum")],
+        Operation.REDUCE_SCATTER: [("float32", "avg"), ("float16", "sum"), ("int64", "max")],
+    }
+    for operation, pairs in kinds.items():
+        assert set(pairs) <= {
+            (DTYPES[code], REDUCTIONS[reduction]) for code, reduction in switch._kinds(operation)
+        }
+    all_kinds = switch._kinds
+    monkeypatch.setattr(
+        switch,
+        "_kinds",
+        lambda operation: (
+            [(DTYPES.index(dtype), REDUCTIONS.index(op)) for dtype, op in kinds[operation]]
+            if operation in kinds
+            else all_kinds(operation)
+        ),
+    )
+    monkeypatch.setattr(switch, "_COUNTS", (1, 1000))
+    monkeypatch.setattr(device_multimem, "MULTIMEM_LL", {2: 512, 8: 512})
+    for operation in MULTIMEM:
+        monkeypatch.setitem(MULTIMEM, operation, {2: 0, 8: 0})
+    with ranks(device, multicast="require") as comms:
+        results = list(switch.try_everything(comms, device.make_current))
+        assert [(each.collective, each.dtype, each.op) for each in results] == [
+            ("all_reduce", "int32", "sum"),
+            ("all_reduce", "bool", "sum"),
+            ("all_reduce", "complex64", "sum"),
+            ("broadcast", "uint8", "none"),
+            ("reduce_scatter", "float32", "avg"),
+            ("reduce_scatter", "float16", "sum"),
+            ("reduce_scatter", "int64", "max"),
+            ("all_gather", "uint8", "none"),
+        ]
+        assert [each.wrong for each in results] == [0] * 8
+        assert [each.compared for each in results] == [3 * 1001] * 7 + [9 * 1001]
+        assert results[0].algorithms == ("multimem_ll", "multimem")
+        assert {each.algorithms for each in results[3:]} == {("multimem",)}
+
+        wanted = switch._wanted
+        monkeypatch.setattr(switch, "_wanted", lambda *about: wanted(*about) + 1)
+        wrong = next(switch.try_everything(comms, device.make_current))
+        assert (wrong.wrong, wrong.compared) == (3 * 1001, 3 * 1001)
