@@ -157,7 +157,7 @@ class DevicePool:
         if self.limit and size > self.limit:
             raise self._out_of_memory(home, size, "the request alone is above the limit")
         refusal = ""
-        for relief in (self._settle, self._release_quietly, self._collect):
+        for relief in (self.settle, self._release_quietly, self._collect):
             reason = relief()
             found = self._fit(home, size, take) or self.supply.adopt(home, size, take)
             if found is None:
@@ -204,7 +204,8 @@ class DevicePool:
         block.segment.settled = False
         self.accounts.handed_out(block)
 
-    def _settle(self) -> str:
+    def settle(self) -> str:
+        """Take back what graphs and streams are done with; nothing to say of it."""
         graphs.settle()
         self.deferred.settle()
         self.captures.poll()
@@ -220,7 +221,7 @@ class DevicePool:
 
     def _collect(self) -> str:
         gc.collect()
-        self._settle()
+        self.settle()
         return self._release_quietly()
 
     def _out_of_memory(self, home: Home, size: int, reason: str) -> OutOfMemoryError:
@@ -235,7 +236,7 @@ class DevicePool:
 
     def close(self) -> bool:
         """Release everything that is free, and the range when nothing is left; whether it is."""
-        self._settle()
+        self.settle()
         self.supply.release_free()
         if self.accounts.total_bytes:
             return False

@@ -21,7 +21,6 @@ from ..config import settings
 from ..driver import Driver, select
 from ..driver.api import capturing
 from ..errors import DriverError, Error, InvalidValueError
-from . import graphs
 from .blocks import Bin, Block
 from .device import DevicePool
 from .limits import LIMIT, limit_bytes, parse_limit, whole
@@ -151,8 +150,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
             if not (_has_hooks() and active_hooks()):
                 return hand_over(bin_.pop(), bin_.device)
         except (LookupError, AttributeError, TypeError, OverflowError, RuntimeError):
-            pass  # a stream, a device or a size that is new, no block at hand, or what
-            # ``_malloc`` raises in better words: a capture that is invalid
+            pass  # something new, no block at hand, or what ``_malloc`` says in better words
         return self._malloc(size)
 
     def _malloc(self, size: int) -> Any:
@@ -262,9 +260,7 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
         current = self._current_stream()
         if capturing(self._driver, current):
             return
-        graphs.settle()
-        pool.deferred.settle()
-        pool.captures.poll()
+        pool.settle()
         pool.supply.release_free(None if stream is None else self._driver.stream_key(stream))
 
     def free_all_free(self) -> None:
