@@ -61,6 +61,7 @@ class Settings:
     secret: str = field(repr=False)
     node_size: int
     nvtx: bool
+    plan: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,11 @@ TABLE: tuple[Setting, ...] = (
         "nvtx", "CUPY_ZC_NVTX", "0", "0 or 1",
         "NVTX ranges around the calls of communicators; looked at when the package is imported.",
         lambda text: bool(_whole(0, 1)(text)),
+    ),
+    Setting(
+        "plan", "CUPY_ZC_PLAN", "", "the path of a file, the same on all ranks",
+        "Thresholds between algorithms on GPUs, written by cupy-zc bench --tune. Empty: built in.",
+        str,
     ),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from emulated_kernels import EmulatedKernel, KernelLibrary
 
 import cupy_zc.arrays
 import cupy_zc.driver
-from cupy_zc.collectives import device_mail, device_plan, device_setup
+from cupy_zc.collectives import device_mail, device_plan, device_setup, device_tables
 from cupy_zc.collectives.device_args import MAX_RANKS
 from cupy_zc.collectives.device_plan import KEPT_FREE
 from cupy_zc.driver.api import KernelName
@@ -214,5 +214,6 @@ def emulated_device(cache: Path, *, devices: int = 1) -> Iterator[EmulatedDriver
         for module in (device_mail, device_plan, device_setup):
             patch.setattr(module, "THREADS", THREADS)
         for name, value in SIZES.items():
-            patch.setattr(device_plan, name, value if name == "CHUNK" else {MAX_RANKS: value})
+            module = device_plan if name == "CHUNK" else device_tables
+            patch.setattr(module, name, value if name == "CHUNK" else {MAX_RANKS: value})
         yield driver

@@ -20,7 +20,7 @@ from device_ranks import device, engine_of, ranks, zero_copy
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator, MemoryPool
-from cupy_zc.collectives import device_kernels, device_plan
+from cupy_zc.collectives import device_kernels, device_tables
 from cupy_zc.collectives.device_args import Args
 from cupy_zc.collectives.plan import Operation
 from cupy_zc.driver.api import KernelName
@@ -39,9 +39,9 @@ def choose(patch: pytest.MonkeyPatch, algorithms: str) -> None:
     if algorithms == "small":
         return
     for table in ("LL128_ONE_STEP", "LL128_TWO_STEPS", "LL128_ROW"):
-        patch.setattr(device_plan, table, NONE)
+        patch.setattr(device_tables, table, NONE)
     for table in ("PUSH_REDUCE", "PUSH_REDUCE_SCATTER"):
-        patch.setattr(device_plan, table, ALL if algorithms == "largest" else {8: 1 << 62})
+        patch.setattr(device_tables, table, ALL if algorithms == "largest" else {8: 1 << 62})
 
 
 def quick_cases(n: int) -> list[work.Case]:

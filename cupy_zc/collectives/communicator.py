@@ -362,6 +362,7 @@ class Communicator(Calls, SymmetricArrays):
             return DeviceEngine(
                 self._registry, self._heap, self._checker, self._departed, self._part,
                 self._timeout, deterministic=self._options.deterministic,
+                tables=self._options.tables,
             )  # fmt: skip
         return HostEngine(
             self._registry, self._heap, self._letters, self._checker,

@@ -28,10 +28,11 @@ from .device_kernels import kernel_of, kernels_of, load_all
 from .device_lane import DeviceLane
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
-from .device_plan import Launch, Machine, plan_of
+from .device_plan import Launch, plan_of
 from .device_probe import DeviceProbe
 from .device_setup import lines_are_whole, local_parts, machine_of, step, try_mappings, zero_on_all
 from .device_switch import try_switch
+from .device_tables import Tables
 from .engine import Place, Repeat
 from .plan import ROLES, Operation
 from .point_to_point import Letter
@@ -55,6 +56,7 @@ class DeviceEngine:
         abandon: Called when the ranks have lost each other, to let the peers know.
         timeout: Seconds that a kernel waits for a peer.
         deterministic: Whether sums must be the same from run to run.
+        tables: From where an algorithm takes over; None: as the settings say, or the package.
 
     Raises:
         AgreementError: GPUs cannot reach each other's memory, or another step failed; on all ranks.
@@ -74,6 +76,7 @@ class DeviceEngine:
         timeout: float,
         *,
         deterministic: bool = False,
+        tables: Tables | None = None,
     ) -> None:
         driver = registry.driver
         assert isinstance(driver, KernelDriver)  # the engine is chosen by the driver's name
@@ -92,7 +95,7 @@ class DeviceEngine:
             Copies(driver),
         )
         self._repeat: Repeat | None = None
-        self._machine: Machine = machine_of(registry, self.size, deterministic=deterministic)
+        self._machine = machine_of(registry, self.size, tables, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._records, self._side, self._windows = step(
             registry, "set up the device engine", partial(local_parts, registry, self.size)

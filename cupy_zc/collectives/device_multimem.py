@@ -135,7 +135,13 @@ def refuse_multimem(code: int, reduction: int) -> str | None:
 
 
 def multimem_kernel(
-    operation: Operation, row: int, ranks: int, *, reducible: bool
+    operation: Operation,
+    row: int,
+    ranks: int,
+    least: Mapping[Operation, Mapping[int, int]],
+    most_packets: Mapping[int, int],
+    *,
+    reducible: bool,
 ) -> MultimemKernel | None:
     """The kernel of a collective that goes through the switch; None for another one. Pure.
 
@@ -143,12 +149,14 @@ def multimem_kernel(
         operation: Which collective.
         row: Bytes of a row.
         ranks: How many, all of them behind one switch.
+        least: Smallest rows, as in :data:`MULTIMEM`.
+        most_packets: Largest rows in packets, as in :data:`MULTIMEM_LL`.
         reducible: Whether the switch may reduce what is reduced here.
     """
-    if operation is Operation.ALL_REDUCE and row <= (_at(MULTIMEM_LL, ranks) or -1):
+    if operation is Operation.ALL_REDUCE and row <= (_at(most_packets, ranks) or -1):
         return MultimemKernel("multimem_ll.cu", "multimem_ll", True)
-    least = _at(MULTIMEM.get(operation, {}), ranks)
-    if least is None or row < least or (ROLES[operation].reduces and not reducible):
+    smallest = _at(least.get(operation, {}), ranks)
+    if smallest is None or row < smallest or (ROLES[operation].reduces and not reducible):
         return None
     return MultimemKernel(*_KERNELS[operation], False)
 

@@ -19,13 +19,13 @@ saves time (device_multimem.py): multimem, and multimem_ll for the smallest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from .call import Call
 from .device_args import Sizes
 from .device_multimem import BLOCKS, Multicast, multimem_kernel, refuse_multimem
+from .device_tables import Tables, at
 from .plan import ROLES, Operation
 
 __all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "plan_of", "sizes"]
@@ -48,22 +48,6 @@ LINE_DATA, LINE_DATA_16 = 120, 112
 #: Lines for which a block of LL128 has lanes at a time; bytes that a block of others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
 
-# Thresholds, in bytes of a row, by ranks; numbers of ranks between two take those of the next.
-# 2 ranks: measured on two H200 (benchmarks/results). Others by the traffic of each algorithm, to be
-# measured: in one step a rank sends its row n - 1 times.
-
-#: Largest all_reduce by LL128 in one exchange of everything with everybody, and in two steps (the
-#: own part of all, then the results).
-LL128_ONE_STEP: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
-LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
-#: Largest row of the other collectives by LL128.
-LL128_ROW: Mapping[int, int] = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
-#: Largest all_reduce by LL, whose packets carry as much flag as data.
-LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 32 << 10}
-#: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
-PUSH_REDUCE: Mapping[int, int] = {2: 8 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
-PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 4 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -79,6 +63,13 @@ class Machine:
     multicast: Multicast = ""
     #: Whether sums must be the same from run to run, which those of the switch are not.
     deterministic: bool = False
+    #: From where an algorithm takes over; None: as in the package.
+    tables: Tables | None = None
+
+    @property
+    def thresholds(self) -> Tables:
+        """From where an algorithm takes over."""
+        return self.tables or Tables.own()
 
 
 class Launch(NamedTuple):
@@ -97,18 +88,17 @@ class Launch(NamedTuple):
     output_remote: bool
 
 
-def _at(table: Mapping[int, int], ranks: int) -> int:
-    """The entry for so many ranks, or for the next number of ranks that has one."""
-    return table[min(count for count in table if count >= ranks)]
-
-
-def sizes(ranks: int) -> Sizes:
+def sizes(ranks: int, tables: Tables | None = None) -> Sizes:
     """Capacities of the lanes of so many ranks."""
-    ranks = max(2, ranks)
-    most = max(_at(LL128_ONE_STEP, ranks), _at(LL128_ROW, ranks))
-    steps = 2 * -(-_at(LL128_TWO_STEPS, ranks) // (LINE_DATA_16 * ranks)) + 2
+    ranks, tables = max(2, ranks), tables or Tables.own()
+    most = max(at(tables.ll128_one_step, ranks), at(tables.ll128_row, ranks))
+    steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
     lines = max(1, -(-most // LINE_DATA_16), steps)
-    return Sizes(lines, -(-_at(LL_ONE_STEP, ranks) // 16), CHUNK)
+    packs = -(-at(tables.ll_one_step, ranks) // 16)
+    # Those of the switch have places for the rank itself as well: multimem_packs of types.cuh.
+    switched = -(-max(tables.multimem_ll.values(), default=0) // 16)
+    packs = max(packs, -(-switched * ranks // (ranks - 1)))
+    return Sizes(lines, packs, CHUNK)
 
 
 def plan_of(call: Call, machine: Machine) -> Launch:
@@ -148,13 +138,13 @@ def device_plan(
         return Launch("push", "push.cu", operation.call, False, blocks, THREADS, False, False, True)
     pushes = machine.blocks > 1  # half of them send
     if operation is Operation.REDUCE_SCATTER:
-        if pushes and row >= _at(PUSH_REDUCE_SCATTER, machine.ranks):
+        if pushes and row >= at(machine.thresholds.push_reduce_scatter, machine.ranks):
             return _push_reduce("push_reduce_scatter", machine, False)
         return Launch(
             "one_shot", "reduce_scatter.cu", "reduce_scatter", True, blocks, THREADS, False,
             True, False,
         )  # fmt: skip
-    if pushes and row >= _at(PUSH_REDUCE, machine.ranks):
+    if pushes and row >= at(machine.thresholds.push_reduce, machine.ranks):
         return _push_reduce("push_reduce", machine, True)
     return Launch("two_shot", "two_shot.cu", "two_shot", True, blocks, THREADS, False, True, True)
 
@@ -174,7 +164,10 @@ def _through_switch(
     reducible = in_switch and not machine.deterministic
     kernel = None
     if machine.multicast:
-        kernel = multimem_kernel(operation, row, machine.ranks, reducible=reducible)
+        tables = machine.thresholds
+        kernel = multimem_kernel(
+            operation, row, machine.ranks, tables.multimem, tables.multimem_ll, reducible=reducible
+        )
     if kernel is None:
         return None
     role = ROLES[operation]
@@ -193,18 +186,19 @@ def _low_latency(
 ) -> Launch | None:
     """The plan of a small message; None for one that is none."""
     row, ranks, reduces = count * itemsize, machine.ranks, ROLES[operation].reduces
+    tables = machine.thresholds
     all_reduce = operation is Operation.ALL_REDUCE
     if not machine.whole_lines:
-        if not all_reduce or row > _at(LL_ONE_STEP, ranks):
+        if not all_reduce or row > at(tables.ll_one_step, ranks):
             return None
         blocks = max(1, min(machine.blocks, row // 16 // THREADS))
         return Launch("ll", "ll.cu", "ll", True, blocks, THREADS, False, False, False)
-    one, two = LL128_ROW, LL128_ROW
+    one = two = at(tables.ll128_row, ranks)
     if all_reduce:
-        one, two = LL128_ONE_STEP, LL128_TWO_STEPS
-    if row > max(_at(one, ranks), _at(two, ranks)):
+        one, two = at(tables.ll128_one_step, ranks), at(tables.ll128_two_steps, ranks)
+    if row > max(one, two):
         return None
-    two_step = row > _at(one, ranks)
+    two_step = row > one
     lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
     blocks = max(1, min(machine.blocks, -(-lines // LINES_A_BLOCK)))
     source, function = "ll128_move.cu", f"ll128_{operation.call}"

@@ -22,6 +22,7 @@ from .device_args import EVERY_RANK, MAX_RANKS, nanoseconds
 from .device_kernels import launch_with
 from .device_lane import DeviceLane, Records
 from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
+from .device_tables import Tables, load_tables
 from .device_windows import WindowTable
 
 __all__ = [
@@ -37,11 +38,20 @@ PATTERN_BYTES = 1 << 16
 TURNS = 20
 
 
-def machine_of(registry: Registry, ranks: int, *, deterministic: bool) -> Machine:
+def machine_of(
+    registry: Registry, ranks: int, tables: Tables | None, *, deterministic: bool
+) -> Machine:
     """What the ranks share; they have no multicast as yet. Collective.
 
+    Args:
+        registry: Of the ranks.
+        ranks: How many.
+        tables: From where an algorithm takes over; None: as ``CUPY_ZC_PLAN`` says, or the package.
+        deterministic: Whether sums must be the same from run to run.
+
     Raises:
-        Error: more ranks than kernels are made for; on all of them.
+        Error: more ranks than kernels are made for; on all of them. Or ranks with other tables.
+        AgreementError: a rank could not look at its GPU, or at its file of tables; on all of them.
     """
     driver, device = registry.driver, registry.device
     assert isinstance(driver, KernelDriver)
@@ -50,21 +60,31 @@ def machine_of(registry: Registry, ranks: int, *, deterministic: bool) -> Machin
             f"rank {registry.channel.rank}: the device engine is for {MAX_RANKS} ranks of a node "
             f"at most, and there are {ranks}"
         )
-    own = step(
-        registry,
-        "look at the GPU",
-        lambda: [driver.device_info(device).uuid.hex(), driver.multiprocessors(device)],
-    )
+
+    def look() -> tuple[Tables | None, list[str | int]]:
+        read = load_tables(settings().plan) if tables is None else tables
+        uuid, count = driver.device_info(device).uuid.hex(), driver.multiprocessors(device)
+        return read, [uuid, count, (read or Tables.own()).digest]
+
+    used, own = step(registry, "look at the GPU, and at its file of thresholds", look)
     said = [
         json.loads(each)
         for each in registry.channel.all_gather(json.dumps(own).encode(), tag="GPUs of the ranks")
     ]
-    sharing = Counter(uuid for uuid, _ in said)
+    digests = {rank: digest for rank, (_, _, digest) in enumerate(said)}
+    if len(set(digests.values())) > 1:
+        raise Error(
+            f"rank {registry.channel.rank}: the files of CUPY_ZC_PLAN differ: "
+            f"{sides(digests, 'has')}; give all ranks the same one, or none"
+        )
+    sharing = Counter(uuid for uuid, _, _ in said)
     # All blocks of all ranks must fit their GPU at once, one a multiprocessor, beside kernels of
     # mail that wait for their receivers.
-    blocks = max(1, min((count - KEPT_FREE) // sharing[uuid] for uuid, count in said))
+    blocks = max(1, min((count - KEPT_FREE) // sharing[uuid] for uuid, count, _ in said))
     blocks = min(blocks, MAX_BLOCKS)
-    return Machine(ranks, blocks, True, sizes(ranks), deterministic=deterministic)
+    return Machine(
+        ranks, blocks, True, sizes(ranks, used), deterministic=deterministic, tables=used
+    )
 
 
 def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:

@@ -51,6 +51,8 @@ class Options:
     threads: bool = False
     #: Whether to give each rank of a node another GPU, where all have the same one and see more.
     spread: bool = False
+    #: Of the device engine, where ``bench --tune`` measures: from where algorithms take over.
+    tables: Any = None
 
     @classmethod
     def of(
