@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import cupy
@@ -33,19 +34,31 @@ def test_work_on_a_capturing_stream_is_done_in_each_replay() -> None:
     assert done == [1, 1]
 
 
-def test_on_a_stream_of_cupy_work_is_done_now_with_that_stream_as_the_current_one() -> None:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_on_a_stream_of_cupy_work_is_done_now_with_that_stream_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    current: list[Any] = []
+
     class Stream:
-        ptr, inside = 1, False
+        ptr = 1
 
-        def __enter__(self) -> None:
-            self.inside = True
+        def use(self) -> None:
+            current.append(self)
 
-        def __exit__(self, *error: object) -> None:
-            self.inside = False
+    before, stream, seen = Stream(), Stream(), []
+    before.use()
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: current[-1])
 
-    stream, seen = Stream(), []
-    cupy_zc.enqueue(lambda: seen.append(stream.inside), stream)
-    assert seen == [True]
+    def work() -> None:
+        seen.append(current[-1])
+        if error is not None:
+            raise error
+
+    with pytest.raises(error) if error is not None else contextlib.nullcontext():
+        cupy_zc.enqueue(work, stream)
+    assert seen == [stream]
+    assert current[-1] is before
 
 
 @pytest.mark.parametrize("wrong", [None, 7, "stream"])

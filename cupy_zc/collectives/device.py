@@ -80,8 +80,7 @@ class DeviceEngine:
     ) -> None:
         driver = registry.driver
         assert isinstance(driver, KernelDriver)  # the engine is chosen by the driver's name
-        self.rank = checker.rank
-        self.size = checker.size
+        self.rank, self.size = checker.rank, checker.size
         self.done: Done | None = None
         #: That of the last call, where it can still be asked for that call later.
         self.stream: Any = None
