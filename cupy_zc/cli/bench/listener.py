@@ -45,7 +45,8 @@ class Listener:
         self._pending: list[Row] = []
         self._open = ""
         self._progress = _progress(len(plan.collectives) * len(plan.sizes))
-        self._about: Row = {
+        #: The machine, and versions.
+        self.about: Row = {
             "benchmark": "collectives",
             "driver": plan.platform,
             "machine": platform.platform(),
@@ -62,7 +63,7 @@ class Listener:
     def __call__(self, kind: str, value: Any) -> None:
         """Take a message."""
         if kind == "about":
-            self._about |= value
+            self.about |= value
         elif kind == "unavailable":
             name, reason = value
             self._note(f"{name}: not available: {reason}")
@@ -78,9 +79,9 @@ class Listener:
 
     def _row(self, row: Row) -> None:
         if self._file == STDOUT:
-            click.echo(json.dumps(self._about | row))
+            click.echo(json.dumps(self.about | row))
         elif self._file is not None:
-            append(self._file, self._about | row)
+            append(self._file, self.about | row)
         if "skipped" in row:
             words = f"{row['engine']}, {row['collective']} of {show_bytes(row['asked'])}"
             verdict = "WRONG" if row.get("correct") is False else "not measured"
@@ -126,7 +127,7 @@ class Listener:
 
     def title(self) -> str:
         """Machine and settings in a line or two."""
-        about, plan = self._about, self._plan
+        about, plan = self.about, self._plan
         gpus = about.get("gpus") or []
         where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{about['cpus']} processors, no GPU"
         op = f", {plan.op}" if any(row.get("op") for row in self.rows) else ""

@@ -9,7 +9,7 @@ import time
 import click
 
 from ..output import CannotError, Exit
-from . import report
+from . import report, tuning
 from .guard import guarded, overruled
 from .listener import STDOUT, Listener
 from .options import Options, flags, plan_of
@@ -64,6 +64,9 @@ def command(ctx: click.Context, options: Options) -> None:
     click.echo(f"{time.monotonic() - started:.0f} s", err=True)
     if failure:
         raise CannotError(f"stopped: {failure}")
+    if options.tune is not None:
+        tuning.write(options.tune, tuning.thresholds(listener.rows, plan.ranks), listener.about)
+        click.echo(f"wrote {options.tune}: set CUPY_ZC_PLAN={options.tune}", err=True)
     ctx.exit(int(Exit.FINDING if listener.wrong else Exit.OK))
 
 

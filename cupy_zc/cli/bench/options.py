@@ -15,6 +15,8 @@ from .api import COLLECTIVES, DTYPES, OPS
 from .engines import ENGINES, GROUPS
 from .listener import STDOUT
 from .report import SUFFIXES, number_of_bytes, show_bytes
+from .tuning import COLLECTIVES as TUNED
+from .tuning import FORCED
 from .worker import Plan, smallest
 
 __all__ = ["Options", "flags", "plan_of", "sizes"]
@@ -51,6 +53,7 @@ class Options:
     host_cost: bool
     plot: Path | None
     json: Path | None
+    tune: Path | None
     deadline: float
 
 
@@ -175,6 +178,11 @@ _FLAGS = (
         "and no table.",
     ),
     _OPTION(
+        "--tune", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+        help="Measure each algorithm by itself, and write the thresholds between them to this "
+        "file, for CUPY_ZC_PLAN.",
+    ),
+    _OPTION(
         "--deadline", type=_seconds, metavar="SECONDS", default="280",
         help="Seconds for the whole run (280).",
     ),
@@ -229,6 +237,19 @@ def _platform(driver: str) -> tuple[str, int]:
         return "host", 0
 
 
+def _tuning_plan(options: Options, platform: str, ranks: int, started: float) -> Plan:
+    """What ``--tune`` measures: sizes are the user's, all else is given."""
+    if platform != "cuda" or ranks < 2:
+        raise click.UsageError("--tune needs two GPUs: the host driver has no such thresholds")
+    return Plan(
+        ranks=ranks, platform=platform, engines=FORCED,
+        collectives=TUNED, sizes=sizes(max(options.first, ranks << 8), options.last or 64 << 20, 2),
+        iterations=options.iterations, warm_up=options.warm_up, check=options.check in ("on", "1"),
+        dtype="float32", op="sum", root=0, graph=True, placements=(False,), host_cost=False,
+        deadline=started + options.deadline,
+    )  # fmt: skip
+
+
 def plan_of(options: Options, started: float) -> Plan:
     """The plan of a command line.
 
@@ -250,6 +271,8 @@ def plan_of(options: Options, started: float) -> Plan:
         )
     if last < options.first:
         raise click.UsageError(f"-e {show_bytes(last)} is less than -b {show_bytes(options.first)}")
+    if options.tune is not None:
+        return _tuning_plan(options, platform, ranks, started)
     peers = _PEERS[platform] if options.against is None else options.against
     return Plan(
         ranks=ranks,

@@ -33,13 +33,10 @@ class Registered(Engine):
 
     def __init__(self, context: Context, shared: Any) -> None:
         super().__init__(context, shared)
-        backend = _BACKENDS[context.platform.name]
         try:
-            self.comm = cupy_zc.init_process_group(
-                context.ranks, context.rank, backend=backend, host="127.0.0.1", port=shared
-            )
+            self.comm = self.connect(shared)
         except cupy_zc.Error as error:
-            raise Unavailable(f'backend="{backend}": {error}') from error
+            raise Unavailable(str(error)) from error
         self.send, self.recv = self.allocate(), self.allocate()
 
     @classmethod
@@ -49,6 +46,14 @@ class Registered(Engine):
         if not hasattr(cupy_zc, "init_process_group"):
             raise Unavailable(f"cupy_zc {cupy_zc.__version__} has no init_process_group")
         return _free_port() if context.rank == 0 else None
+
+    def connect(self, port: int) -> cupy_zc.Communicator:
+        """The communicator, whose ranks meet at a port of this machine."""
+        context = self.context
+        backend = _BACKENDS[context.platform.name]
+        return cupy_zc.init_process_group(
+            context.ranks, context.rank, backend=backend, host="127.0.0.1", port=port
+        )
 
     def allocate(self) -> Any:
         """One of the two buffers, as bytes."""
