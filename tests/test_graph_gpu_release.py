@@ -71,6 +71,8 @@ def test_graphs_captured_and_dropped_leave_memory_flat(backend: str, times: int)
     def figures(rank: Rank) -> tuple[int, ...]:
         rank.meet()
         descriptors = 0
+        rank.pool.free_all_blocks()  # each on its device
+        rank.meet()
         if rank.rank == 0:  # alone: to look for descriptors takes one
             descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
         rank.meet()

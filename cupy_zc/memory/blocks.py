@@ -23,7 +23,7 @@ import bisect
 from collections.abc import Collection, Container, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..driver.api import SegmentHandle
+from ..driver.api import Event, SegmentHandle
 
 if TYPE_CHECKING:
     from .device import DevicePool
@@ -68,9 +68,9 @@ class Segment:
         self.created = created
         #: How many registrations forbid to release it to the driver.
         self.pins = 0
-        #: Whether it was a graph's that is gone, and nobody was given a block of it since: no work
-        #: of any stream may still use it.
-        self.settled = False
+        #: Where it was a graph's that is gone: a point behind all work that may use it, for as long
+        #: as nobody is given a block of it. Arrays may have outlived the capture.
+        self.settled: Event | None = None
         #: Who has it registered, for each communicator: a set, which may be empty.
         self.held_by: list[Collection[object]] = []
         self.home: Home

@@ -4,9 +4,9 @@ Without this, a temporary dropped inside a capture is handed to the next eager a
 replay of the graph overwrites it. Here each capture has homes of its own, one for each stream that
 takes part (two branches of a graph may run at once, so a block is reused only in the branch it came
 from). They get segments of their own and no one else is served from them, until the graph and all
-executables made from it are gone; then the segments join the home of the stream that captured. The
-next capture takes those first that nobody has used since, so a program that captures again and
-again does not grow.
+executables made from it are gone; then the segments join the home of the stream that captured. From
+there captures take those first that nothing uses any more: arrays may have outlived the capture, so
+the work of the stream until then must have ended, and nobody may have got a block since.
 
 A failed capture destroys its graph, so it takes the same way out.
 """
@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..driver.api import GraphLease, capturing
+from ..driver.api import Event, GraphLease, capturing
 from .blocks import Home, Segment
 
 if TYPE_CHECKING:
@@ -88,13 +88,14 @@ class Captures:
         for number, capture in gone:
             streams = [(which, stream()) for which, stream in list(capture.streams.items())]
             targets = {which: self._target(stream) for which, stream in streams}
+            points = {which: self._point(stream) for which, stream in streams}
             with self._pool.region:
                 if number not in self._captures:
                     continue  # another thread was faster
                 self._pool.drain()  # what the capture left in its bins as well
                 del self._captures[number]
                 for which, home in capture.homes.items():
-                    self._dissolve(home, targets[which])
+                    self._dissolve(home, targets[which], points[which])
                 done = True
         return done
 
@@ -108,7 +109,13 @@ class Captures:
             stream = stream if hasattr(stream, "_cupy_zc_key") else None
         return self._pool.eager_home(stream)
 
-    def _dissolve(self, home: Home, target: Home) -> None:
+    def _point(self, stream: Any) -> Event | None:
+        """A point behind the work of a stream; None where it cannot be asked for one."""
+        if stream is None or capturing(self._pool.driver, stream):
+            return None
+        return self._pool.driver.record_event(stream)
+
+    def _dissolve(self, home: Home, target: Home, point: Event | None) -> None:
         home.merge_parked()
         home.heir = target
         segments = [each for each in self._pool.arena.segments.values() if each.home is home]
@@ -118,6 +125,6 @@ class Captures:
             home.remove(block)
             target.insert(block)
         for segment in segments:
-            segment.settled = segment.whole
+            segment.settled = point if segment.whole else None
         self._ghosts.append(home)
         self.forget_ghosts()

@@ -201,7 +201,7 @@ class DevicePool:
         block.bin = block.segment.home.bin_for(block.size)
         block.bin.members += 1
         block.since = time.monotonic()
-        block.segment.settled = False
+        block.segment.settled = None
         self.accounts.handed_out(block)
 
     def settle(self) -> str:

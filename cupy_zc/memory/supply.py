@@ -112,12 +112,7 @@ class Supply:
         """
         pool = self._pool
         if home.capture is not None:
-            with pool.region:
-                segment = self._settled(size)
-                if segment is None:
-                    return None
-                segment.home.remove(segment.first)
-                return self._move(segment, home, size, take)
+            return self._adopt_settled(home, size, take)
         with pool.region:
             segment = self._orphan(size)
             if segment is None:
@@ -141,11 +136,21 @@ class Supply:
         home.insert(segment.first)
         return take(home, size)
 
-    def _settled(self, size: int) -> Segment | None:
-        """The smallest segment that fits and that no work may still use. For the region."""
-        homes = self._pool.homes.values()
-        free = [each for home in homes for each in home.whole_segments() if each.settled]
-        return min((s for s in free if s.size >= size), key=lambda s: s.size, default=None)
+    def _adopt_settled(self, home: Home, size: int, take: Take[_T]) -> _T | None:
+        """The same for a capture: the smallest that fits, and that no work uses any more."""
+        pool = self._pool
+        with pool.region:
+            free = [s for home in pool.homes.values() for s in home.whole_segments()]
+            fitting = [(s, s.settled) for s in sorted(free, key=lambda s: s.size) if s.size >= size]
+        for segment, point in fitting:
+            if point is None or not point.done:
+                continue
+            with pool.region:
+                # Whether it was handed out meanwhile, or is on its way to the driver.
+                if segment.settled is point and segment.whole and segment.staying:
+                    segment.home.remove(segment.first)
+                    return self._move(segment, home, size, take)
+        return None
 
     def _orphan(self, size: int) -> Segment | None:
         for home in self._pool.homes_of_gone_streams():
