@@ -50,7 +50,9 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeBindings]:
     return have
 
 
-def looked(measured: Measured = GOOD) -> tuple[Devices, list[tuple[str, int]]]:
+def looked(
+    measured: Measured = GOOD, probe: Callable[[int], None] | None = None
+) -> tuple[Devices, list[tuple[str, int]]]:
     """What is found of the devices, and which self-tests were asked for."""
     asked: list[tuple[str, int]] = []
 
@@ -58,4 +60,4 @@ def looked(measured: Measured = GOOD) -> tuple[Devices, list[tuple[str, int]]]:
         asked.append((driver, ranks))
         return measured
 
-    return look_at_devices(test), asked
+    return look_at_devices(test, probe), asked

@@ -213,7 +213,7 @@ def test_a_machine_without_a_network_is_limited_and_not_more(tmp_path: Path) -> 
 
 def shown(monkeypatch: pytest.MonkeyPatch, found: Devices) -> Callable[[list[str]], Any]:
     """Let the command find these devices, and nothing else."""
-    monkeypatch.setattr(doctor, "look_at_devices", lambda: found)
+    monkeypatch.setattr(doctor, "look_at_devices", lambda probe: found)
     for name in ("look_at_software", "look_at_machine", "look_at_network"):
         monkeypatch.setattr(doctor, name, lambda machine: ())
     return lambda words: CliRunner().invoke(cli, ["doctor", *words])

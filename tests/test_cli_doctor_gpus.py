@@ -12,17 +12,23 @@ from typing import Any
 
 import cuda.bindings.driver as real
 import pytest
+from click.testing import CliRunner
 from doctor_parts import by_name, fake_gpus, looked
 from fake_bindings import FakeBindings
 
 import cupy_zc
+from cupy_zc.cli import doctor
+from cupy_zc.cli.app import cli
 from cupy_zc.cli.checks import (
+    Devices,
     Finding,
     Status,
     devices,
     peers,
+    switch,
 )
 from cupy_zc.cli.checks.peers import Measured, measure, pass_a_sum
+from cupy_zc.cli.output import CannotError
 
 REFUSED = real.CUresult.CUDA_ERROR_NOT_PERMITTED
 
@@ -35,6 +41,45 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeBindings]:
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "multicast_refusal", lambda: None)
+
+
+def test_multicast_is_tried_where_that_is_asked_for(gpus: Any, unguarded: None) -> None:
+    fake, tried = gpus(4), list[int]()
+    found, _ = looked(probe=tried.append)
+    line = by_name(found.findings)["probe"]
+    assert (line.status, tried) == (Status.OK, [4])
+    assert line.found == "4 ranks stored and added up through the switch"
+    assert fake.handles == set()
+
+
+def test_what_the_driver_says_of_multicast_is_in_the_report(gpus: Any, unguarded: None) -> None:
+    def refuse(ranks: int) -> None:
+        raise CannotError("multicast could not be tested: CUDA_ERROR_NOT_SUPPORTED (801)")
+
+    gpus(2)
+    line = by_name(looked(probe=refuse)[0].findings)["probe"]
+    assert line.status is Status.LIMITED
+    assert "CUDA_ERROR_NOT_SUPPORTED" in line.found
+
+
+def test_multicast_is_not_tried_on_one_gpu_nor_where_a_switch_forbids_it(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, unguarded: None
+) -> None:
+    tried: list[int] = []
+    gpus(1)
+    assert "there is one GPU" in by_name(looked(probe=tried.append)[0].findings)["probe"].found
+    gpus(2)
+    monkeypatch.setattr(devices, "multicast_refusal", lambda: "NCCL_NVLS_ENABLE=0")
+    assert "probe" not in by_name(looked(probe=tried.append)[0].findings)
+    assert tried == []
+
+
+def test_the_command_tries_multicast_with_its_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(doctor, "look_at_devices", lambda probe: given.append(probe) or Devices(()))
+    for words in ([], ["--multicast"]):
+        CliRunner().invoke(cli, ["doctor", *words])
+    assert given == [None, switch.probe]
 
 
 def test_two_good_gpus_are_ok_in_every_line_but_the_probe(gpus: Any, unguarded: None) -> None:

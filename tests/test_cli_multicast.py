@@ -17,6 +17,7 @@ from cupy_zc.cli.app import cli
 from cupy_zc.cli.checks import switch
 from cupy_zc.cli.checks.switch import Tried
 from cupy_zc.cli.output import CannotError, Exit
+from cupy_zc.collectives import device_multimem
 from cupy_zc.errors import DriverError
 
 FINE = Tried("all_reduce", "float32", "sum", ("multimem_ll", "multimem"), 0, 4032)
@@ -125,3 +126,28 @@ def test_the_process_says_why_where_there_is_no_gpu() -> None:
     assert done.returncode == 1
     assert "cuInit" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_probe_is_a_communicator_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        switch.subprocess,
+        "run",
+        lambda command, **_: (
+            asked.append(command) or SimpleNamespace(returncode=0, stdout="[]\n", stderr="")
+        ),
+    )
+    switch.probe(4)
+    assert asked[0][-2:] == ["4", "probe"]
+    made: list[dict[str, Any]] = []
+    closed: list[bool] = []
+    comm = SimpleNamespace(close=lambda force: closed.append(force))
+    monkeypatch.setattr(switch, "select", lambda name: SimpleNamespace(make_current=None))
+    monkeypatch.setattr(
+        switch.Communicator, "in_process", lambda n, **options: made.append(options) or [comm] * n
+    )
+    before = dict(device_multimem.MULTIMEM)
+    assert switch.main(["4", "probe"]) == 0
+    assert (made[0]["multicast"], made[0]["devices"]) == ("require", [0, 1, 2, 3])
+    assert closed == [True] * 4
+    assert before == device_multimem.MULTIMEM

@@ -22,6 +22,7 @@ from .checks import (
     look_at_network,
     look_at_software,
 )
+from .checks.switch import probe
 from .output import Exit, console, json_option, print_json
 from .ranks import rank_table
 
@@ -34,22 +35,23 @@ _STYLES = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold r
 @click.option(
     "--rank-table", "table", is_flag=True, help="Compare the ranks instead, under mpiexec."
 )
+@click.option("--multicast", is_flag=True, help="Try multicast, which makes multicast objects.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, *, table: bool, as_json: bool) -> None:
+def command(ctx: click.Context, *, table: bool, multicast: bool, as_json: bool) -> None:
     """Look at this machine: software, GPUs, links, multicast, limits, container, network.
 
     A line is OK; or limited: zero-copy between GPUs works, and something that could be is not; or
     missing: without it there is no zero-copy between GPUs. Exit code 1 where a line is missing, or
     where the ranks differ.
 
-    No multicast object is created. Where there are several GPUs, a process of its own makes a
-    communicator of them and tests every link.
+    No multicast object is created without --multicast. Where there are several GPUs, a process of
+    its own makes a communicator of them and tests every link.
     """
     if table:
         ctx.exit(rank_table(as_json=as_json))
     machine = Machine()
-    devices = look_at_devices()
+    devices = look_at_devices(probe=probe if multicast else None)
     findings = [
         *look_at_software(machine),
         *devices.findings,

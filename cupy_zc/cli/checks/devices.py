@@ -1,6 +1,6 @@
 """The GPUs: what they are, whether their memory can be shared, and whether they reach each other.
 
-No multicast object is ever created here: about multicast there are only questions. The self-test of
+No multicast object is created unless that is asked for: there are only questions. The self-test of
 the peers runs where multicast is switched off (:mod:`.peers`).
 """
 
@@ -18,6 +18,7 @@ from ...driver.api import DeviceInfo
 from ...driver.cuda_reports import Reach, capability, reach
 from ...errors import DriverError
 from ...memory.snapshot import show_bytes
+from ..output import CannotError
 from .finding import Finding, Status
 from .peers import Measured, measure
 
@@ -38,11 +39,16 @@ class Devices:
     matrix: tuple[tuple[Reach | None, ...], ...] = ()
 
 
-def look_at_devices(measure: Callable[[str, int], Measured] = measure) -> Devices:
+def look_at_devices(
+    measure: Callable[[str, int], Measured] = measure,
+    probe: Callable[[int], None] | None = None,
+) -> Devices:
     """The GPUs of this process; where there are none, what is used instead.
 
     Args:
         measure: The self-test: ``measure(driver, ranks)``.
+        probe: Tries multicast, which makes multicast objects: ``probe(ranks)``; raises CannotError
+            with the driver's words. None: it is not tried.
     """
     try:
         driver = select("cuda")
@@ -57,7 +63,7 @@ def look_at_devices(measure: Callable[[str, int], Measured] = measure) -> Device
         *broken,
         *(finding for info in infos for finding in _memory(driver, info)),
         *_peers(matrix, failures, measure),
-        *_multicast(driver, infos),
+        *_multicast(driver, infos, probe),
     ]
     return Devices(tuple(findings), tuple(table), matrix)
 
@@ -233,7 +239,9 @@ def _peers(
 # Multicast
 
 
-def _multicast(driver: Driver, infos: list[DeviceInfo]) -> Iterator[Finding]:
+def _multicast(
+    driver: Driver, infos: list[DeviceInfo], probe: Callable[[int], None] | None
+) -> Iterator[Finding]:
     if not infos:
         return
     topic = "multicast"
@@ -251,11 +259,23 @@ def _multicast(driver: Driver, infos: list[DeviceInfo]) -> Iterator[Finding]:
         yield Finding(topic, "guard", Status.LIMITED, f"off by {switch}", _DIRECTLY, remedy)
     yield from _granules(driver, infos)
     if not without and switch is None:
-        yield Finding(
-            topic, "probe", Status.LIMITED,
-            "not measured: this command creates no multicast object",
+        yield _probed(len(infos), probe)
+
+
+def _probed(count: int, probe: Callable[[int], None] | None) -> Finding:
+    topic, name = "multicast", "probe"
+    if probe is None or count < 2:
+        why = "this command creates no multicast object" if count > 1 else "there is one GPU"
+        return Finding(
+            topic, name, Status.LIMITED, f"not measured: {why}",
             "a communicator that wants multicast finds out, and goes without where it fails",
+            "cupy-zc doctor --multicast makes some" if count > 1 else "",
         )  # fmt: skip
+    try:
+        probe(count)
+    except CannotError as error:
+        return Finding(topic, name, Status.LIMITED, error.message, _DIRECTLY)
+    return Finding(topic, name, Status.OK, f"{count} ranks stored and added up through the switch")
 
 
 def _granules(driver: Driver, infos: list[DeviceInfo]) -> Iterator[Finding]:

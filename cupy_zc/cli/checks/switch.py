@@ -27,12 +27,14 @@ from ...driver import select
 from ...errors import Error
 from ..output import CannotError
 
-__all__ = ["Tried", "main", "measure", "try_everything"]
+__all__ = ["Tried", "main", "measure", "probe", "try_everything"]
 
 #: Seconds for the whole process: some forty kernels are compiled.
 PATIENCE = 900.0
 #: Seconds that one rank waits for another one in it.
 _WAIT = 60.0
+#: What the process is told that is to make a communicator, and no more.
+_PROBE = "probe"
 #: Elements of a row: packets, odd ends, several blocks.
 _COUNTS = (1, 7, 1000, 100_003)
 #: Bytes up to which all_reduce goes in packets here.
@@ -196,7 +198,28 @@ def measure(ranks: int, *, patience: float = PATIENCE) -> list[Tried]:
         CannotError: multicast cannot be used, by a switch or in the driver's words; or the process
             did not come to its end.
     """
-    command = [sys.executable, "-m", __name__, str(ranks)]
+    return [
+        Tried(**{**each, "algorithms": tuple(each["algorithms"])})
+        for each in json.loads(_said([str(ranks)], patience))
+    ]
+
+
+def probe(ranks: int, *, patience: float = PATIENCE) -> None:
+    """Have a communicator that requires multicast made in another process, and closed.
+
+    Args:
+        ranks: How many; rank ``r`` gets GPU ``r``. Two at least.
+        patience: Seconds after which it is given up.
+
+    Raises:
+        CannotError: as :func:`measure`.
+    """
+    _said([str(ranks), _PROBE], patience)
+
+
+def _said(arguments: Sequence[str], patience: float) -> str:
+    """The last line of the process."""
+    command = [sys.executable, "-m", __name__, *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=patience, check=False
@@ -206,23 +229,22 @@ def measure(ranks: int, *, patience: float = PATIENCE) -> list[Tried]:
     if done.returncode != 0:
         last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         raise CannotError(f"multicast could not be tested: {last}")
-    return [
-        Tried(**{**each, "algorithms": tuple(each["algorithms"])})
-        for each in json.loads(done.stdout.strip().rpartition("\n")[2])
-    ]
+    return done.stdout.strip().rpartition("\n")[2]
 
 
 def main(arguments: Sequence[str]) -> int:
     """The process: prints the results as one line of JSON, or why there are none."""
-    ranks = int(arguments[0])
-    send_all_through_the_switch()
+    ranks, probing = int(arguments[0]), arguments[1:] == [_PROBE]
+    if not probing:
+        send_all_through_the_switch()
     try:
         driver = select("cuda")
         comms = Communicator.in_process(
             ranks, devices=list(range(ranks)), driver=driver, timeout=_WAIT, multicast="require"
         )
         try:
-            results = [asdict(each) for each in try_everything(comms, driver.make_current)]
+            tried = () if probing else try_everything(comms, driver.make_current)
+            results = [asdict(each) for each in tried]
         finally:
             for comm in comms:
                 comm.close(force=True)
