@@ -65,9 +65,7 @@ struct Part {
         return base + (row * args.count + first) * args.element;
     }
     __device__ __forceinline__ u64 scratch(u32 rank, u64 which, u64 row) const {
-        return args.lanes[rank] +
-               scratch_offset(args.size, args.ll128_lines, args.ll_packs, args.chunk,
-                              which + parity) +
+        return scratch_of(args, rank, which + parity) +
                (row * pitch + first - chunk_first) * args.element;
     }
 

@@ -36,16 +36,15 @@ static __device__ __forceinline__ u64 pairs() { return gridDim.x / 2; }
 static __device__ __forceinline__ u64 pair() { return blockIdx.x / 2; }
 static __device__ __forceinline__ bool sends() { return blockIdx.x % 2 == 0; }
 
-// Bytes of a slot; 0 where there are no pairs, no peers, or too little scratch.
+// Bytes of a slot; 0 where there are no pairs, no peers, or too little scratch, or none.
 static __device__ __forceinline__ u64 slot_bytes(const Args& args) {
     const u64 slots = (args.size - 1) * pairs() * DEPTH;
-    return slots == 0 ? 0 : 4 * args.chunk / slots / LINE_BYTES * LINE_BYTES;
+    return slots == 0 || args.scratch == 0 ? 0 : 4 * args.chunk / slots / LINE_BYTES * LINE_BYTES;
 }
 
 static __device__ __forceinline__ u64 slot_of(const Args& args, u32 at, u32 from, u64 piece) {
     const u64 ring = seat(from, at) * pairs() + pair();
-    return args.lanes[at] +
-           scratch_offset(args.size, args.ll128_lines, args.ll_packs, args.chunk, 0) +
+    return scratch_of(args, at, 0) +
            (ring * DEPTH + piece % DEPTH) * slot_bytes(args);
 }
 

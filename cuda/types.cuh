@@ -4,7 +4,7 @@
 //   Args      the one argument of every kernel; the host fills it as bytes, so its layout is fixed
 //   lane      memory that every rank owns one of, at the same layout and the same offset of arena
 //             0, zeroed before its first use, and mapped by all peers: call words, pads, flags,
-//             low-latency buffers, scratch. Calls that share a lane are ordered by a stream on
+//             low-latency buffers; and its scratch, beside it. Calls that share a lane are ordered by a stream on
 //             every rank, the same calls in the same order
 //   Location  where peers find an array: its arena and offset in a window, or STAGED. With the bit
 //             MULTICAST where the array, all of it, is bound to the multicast object of its arena
@@ -59,7 +59,8 @@ struct Args {
     u64 budget;       // nanoseconds that a wait may last
     u64 ll128_lines;  // capacity of a low-latency buffer, for each peer and parity
     u64 ll_packs;
-    u64 chunk;  // bytes of a scratch buffer: a multiple of 128, 128 for each row at least
+    u64 chunk;    // bytes of a scratch buffer: a multiple of 128, 128 for each row at least
+    u64 scratch;  // from a lane to its four scratch buffers, on every rank; 0: it has none
     u64 lanes[MAX_RANKS];  // address of every rank's lane as mapped here, the own one included
     u32 rank;
     u32 size;
@@ -68,7 +69,7 @@ struct Args {
     u32 element;   // bytes of an element
     u32 two_step;  // ll128: reduce-scatter and all-gather in place of one exchange
 };
-static_assert(sizeof(Args) == 192, "the host fills 192 bytes");
+static_assert(sizeof(Args) == 200, "the host fills 200 bytes");
 static_assert(__is_trivially_copyable(Args), "the host fills it as bytes");
 
 // One 16-byte access: the unit in which data are moved and reduced.
@@ -116,10 +117,6 @@ __device__ constexpr u64 ll128_offset(u32 size, u64 lines, u64 parity, u64 place
 __device__ constexpr u64 ll_offset(u32 size, u64 lines, u64 packs, u64 parity, u64 place) {
     return ll128_offset(size, lines, 2, 0) + (parity * (size - 1) + place) * packs * PACKET_BYTES;
 }
-__device__ constexpr u64 scratch_offset(u32 size, u64 lines, u64 packs, u64 chunk, u64 which) {
-    return ll_offset(size, lines, packs, 2, 0) +
-           which * chunk;  // input 0, input 1, output 0, output 1
-}
 
 // multimem_ll.cu has places for all ranks, the same on all of them, where ll.cu has one for each
 // peer: as many packs in all.
@@ -128,11 +125,16 @@ __device__ constexpr u64 multimem_ll_offset(u32 size, u64 lines, u64 packs, u64 
     return ll_offset(size, lines, packs, parity, 0) +
            from * multimem_packs(size, packs) * PACKET_BYTES;
 }
-__device__ constexpr u64 lane_bytes(u32 size, u64 lines, u64 packs, u64 chunk) {
-    return scratch_offset(size, lines, packs, chunk, 4);
+__device__ constexpr u64 lane_bytes(u32 size, u64 lines, u64 packs) {
+    return ll_offset(size, lines, packs, 2, 0);
 }
-static_assert(lane_bytes(2, 0, 0, 0) == LL128, "two ranks and no buffers: the fixed part alone");
-static_assert(lane_bytes(8, 2, 1, 128) == LL128 + 2 * 7 * (256 + 32) + 512,
-              "as the host counts it");
+static_assert(lane_bytes(2, 0, 0) == LL128, "two ranks and no buffers: the fixed part alone");
+static_assert(lane_bytes(8, 2, 1) == LL128 + 2 * 7 * (256 + 32), "as the host counts it");
+
+// Scratch: input 0, input 1, output 0, output 1. A lane gets it when a call first needs it, at one
+// distance from the lane on all ranks.
+static __device__ __forceinline__ u64 scratch_of(const Args& args, u32 rank, u64 which) {
+    return args.lanes[rank] + args.scratch + which * args.chunk;
+}
 
 }  // namespace cupy_zc

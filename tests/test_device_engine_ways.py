@@ -331,3 +331,35 @@ def test_to_preload_asks_for_each_kernel_once_and_tells_of_an_error(
         monkeypatch.setattr(device, "load", refuse)
         with pytest.raises(DriverError, match="CompileException"):
             comms[1].preload("int8", "max")
+
+
+def test_the_lane_of_a_graph_has_scratch_once_a_call_needs_some(device: EmulatedDriver) -> None:
+    """Ends: forty megabytes for each graph of small calls."""
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            engine = engine_of(comm)
+            small, large = comm.empty(100, "f4"), comm.empty(1 << 18, "f4")
+            other = comm.empty(1 << 18, "f4")
+            cupy_zc.copyto(small, comm.rank + 1)
+            cupy_zc.copyto(large, comm.rank + 1)
+            stream, sizes = device.make_stream(non_blocking=True), []
+            meet(comm)
+            with stream:
+                stream.begin_capture()
+                for source, target in ((small, small), (large, other), (small, small)):
+                    comm.all_reduce(source, target)
+                    (lease,) = comm.leases()
+                    sizes.append(lease.lane_bytes)
+                graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+            meet(comm)
+            np.testing.assert_array_equal(got(small), np.full(100, 6, "f4"))
+            np.testing.assert_array_equal(got(other), np.full(1 << 18, 3, "f4"))
+            scratch = engine._machine.sizes.scratch_bytes
+            assert sizes == [sizes[0], sizes[0] + scratch, sizes[0] + scratch]
+            assert sizes[-1] == engine.lane_bytes(0)
+            del graph
+
+        work.run(comms, body)

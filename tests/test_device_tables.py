@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cupy_zc import Communicator, Error, InvalidValueError
 from cupy_zc.collectives import opening
 from cupy_zc.collectives.device_multimem import MULTIMEM
-from cupy_zc.collectives.device_plan import Machine, device_plan, sizes
+from cupy_zc.collectives.device_plan import PATTERN_BYTES, Machine, device_plan, sizes
 from cupy_zc.collectives.device_tables import MOST_BUFFERED, Tables, load_tables
 from cupy_zc.collectives.plan import Operation
 from cupy_zc.config import settings
@@ -71,6 +71,8 @@ def test_every_plan_of_a_file_fits_the_lanes_that_are_made_for_it(
     machine = Machine(
         ranks, 8, name != "ll_one_step", sizes(ranks, tables), "hardware", False, tables
     )
+    assert machine.sizes.ll128_lines * 112 >= PATTERN_BYTES  # which set-up sends
+    assert machine.sizes.lane_bytes(ranks) >= ranks * PATTERN_BYTES  # and writes, to every peer
     for operation in Operation:
         plan = device_plan(operation, count, 4, machine, in_switch=True)
         if plan.algorithm == "ll128":

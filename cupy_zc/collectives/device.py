@@ -89,10 +89,9 @@ class DeviceEngine:
         self._driver = driver
         self._device = registry.device
         self._timeout = timeout
-        self._health, self._copies = (
-            Health(checker.rank, timeout, departed, abandon),
-            Copies(driver),
-        )
+        self._health = Health(checker.rank, timeout, departed, abandon)
+        self.is_well, self.close_lane = self._health.is_well, registry.lanes.drop
+        self._copies = Copies(driver)
         self._repeat: Repeat | None = None
         self._machine = machine_of(registry, self.size, tables, deterministic=deterministic)
         self._bound: Callable[[int, int], bool] = nothing_is_bound
@@ -117,10 +116,12 @@ class DeviceEngine:
             number, self._registry, self._heap, self.size, self._machine.sizes, self._records,
             self._timeout,
         )  # fmt: skip
-        if number == 0 and self.size > 1:
-            try_mappings(lane, self._registry, self._side)
-        address = lane.addresses[self.rank]
-        zero_on_all(self._registry, self._side, f"lane {number}", address, lane.size)
+        if number == 0:
+            if self.size > 1:
+                try_mappings(lane, self._registry, self._side)
+            lane.add_scratch()
+        own, nbytes = lane.addresses[self.rank], self._machine.sizes.lane_bytes(self.size)
+        zero_on_all(self._registry, self._side, f"lane {number}", own, nbytes)
         self._lanes[number] = lane
         self._health.watch(lane.record, None)
         if self._machine.multicast:
@@ -161,10 +162,6 @@ class DeviceEngine:
         """Raise what went wrong in a call that ran; see :meth:`Engine.check`."""
         self._health.check(call)
 
-    def is_well(self) -> bool:
-        """Whether no call has failed."""
-        return self._health.is_well()
-
     def fail(self, error: BaseException) -> BaseException:
         """Make no further calls: the ranks have lost each other."""
         return self._health.fail(error, self.stream)
@@ -178,7 +175,7 @@ class DeviceEngine:
             return self._lanes[0].missing()
 
     def preload(self, code: int, reduction: int) -> None:
-        """Load the kernels of an element type and a reduction, several at a time. Local."""
+        """Load the kernels of an element type and a reduction."""
         load_all(self._driver, self._device, kernels_of(code, reduction, self._machine))
 
     def close(self) -> None:
@@ -251,15 +248,14 @@ class DeviceEngine:
         return number
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
-        """Nothing: every lane is as large as that of eager calls, for a replay is as quick."""
+        """Give it scratch, which it keeps, where the call is the first to need some."""
+        if (staging or self._plan(call).uses_rings) and not self._lanes[lane].has_scratch:
+            self._lanes[lane].add_scratch()
+            self._shapes.clear()
 
     def lane_bytes(self, lane: int) -> int:
         """Bytes of a lane on this rank."""
         return self._lanes[lane].size
-
-    def close_lane(self, lane: int) -> None:
-        """The graph of a lane is gone on this rank."""
-        self._registry.lanes.drop(lane)
 
     def decline(self) -> None:
         """Nothing: kernels of peers that wait find it out by themselves, at their deadline."""

@@ -50,7 +50,7 @@ class Args(ctypes.Structure):
         ("input", _u64), ("output", _u64), ("input_location", _u64), ("output_location", _u64),
         ("count", _u64), ("fingerprint", _u64), ("windows", _u64), ("error", _u64),
         ("lane", _u64), ("budget", _u64), ("ll128_lines", _u64), ("ll_packs", _u64),
-        ("chunk", _u64), ("lanes", _u64 * MAX_RANKS),
+        ("chunk", _u64), ("scratch", _u64), ("lanes", _u64 * MAX_RANKS),
         ("rank", _u32), ("size", _u32), ("arenas", _u32), ("root", _u32),
         ("element", _u32), ("two_step", _u32),
     )  # fmt: skip
@@ -79,9 +79,14 @@ class Sizes(NamedTuple):
     chunk: int
 
     def lane_bytes(self, ranks: int) -> int:
-        """Bytes of a lane: the fixed part, the low-latency buffers, the scratch."""
+        """Bytes of a lane: the fixed part, and the low-latency buffers."""
         peers = ranks - 1
-        return 40960 + 2 * peers * (self.ll128_lines * 128 + self.ll_packs * 32) + 4 * self.chunk
+        return 40960 + 2 * peers * (self.ll128_lines * 128 + self.ll_packs * 32)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch of a lane, which only some calls need."""
+        return 4 * self.chunk
 
 
 def location(arena: int, offset: int, *, bound: bool = False) -> int:
@@ -159,5 +164,5 @@ def _check(kind: Any, size: int) -> None:
         raise AssertionError(f"{kind.__name__} has {ctypes.sizeof(kind)} bytes and not {size}")
 
 
-_check(Args, 192)
+_check(Args, 200)
 _check(Record, 48)

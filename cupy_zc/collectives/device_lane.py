@@ -90,6 +90,7 @@ class DeviceLane:
     ) -> None:
         self.number = number
         self.rank = registry.channel.rank
+        #: Bytes that it has on this rank.
         self.size = sizes.lane_bytes(ranks)
         self.record = records.of(number)
         #: Kept for as long as a graph may read it, closed communicator or not.
@@ -98,6 +99,9 @@ class DeviceLane:
         self.offset = offset = heap.offset(self._memory)
         self.addresses: Sequence[int] = [registry.address(peer, 0, offset) for peer in range(ranks)]
         self._driver = registry.driver
+        self._heap = heap
+        self._sizes = sizes
+        self._scratch: SymmetricMemory | None = None
         self._template = Args(
             error=records.address + number * Records.BYTES, lane=number,
             budget=nanoseconds(budget), ll128_lines=sizes.ll128_lines, ll_packs=sizes.ll_packs,
@@ -105,6 +109,22 @@ class DeviceLane:
         )  # fmt: skip
         for peer, address in enumerate(self.addresses):
             self._template.lanes[peer] = address
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether calls can stage on it, and use rings."""
+        return self._scratch is not None
+
+    def add_scratch(self) -> None:
+        """Have scratch, for calls that are launched from now on. Collective.
+
+        Raises:
+            AgreementError: a rank has no memory left; on all of them.
+        """
+        self._scratch = self._heap.reserve(self._sizes.scratch_bytes)
+        apart = self._heap.offset(self._scratch) - self.offset  # the same on all ranks
+        self._template.scratch = apart % (1 << 64)
+        self.size += self._sizes.scratch_bytes
 
     def args(self) -> Args:
         """Arguments with all that is the lane's; the rest is zero."""
@@ -120,7 +140,7 @@ class DeviceLane:
 
     def close(self) -> None:
         """Give the memory back: nothing reads it any more."""
-        self._memory = None
+        self._memory = self._scratch = None
 
     def missing(self) -> list[int]:
         """The ranks that have not come to the call that this rank is in, or was in last."""

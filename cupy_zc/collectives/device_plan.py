@@ -45,6 +45,8 @@ THREADS, MAX_BLOCKS = 512, 256
 KEPT_FREE = 8
 #: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
 LINE_DATA, LINE_DATA_16 = 120, 112
+#: Bytes of the rows that set-up sends in lines, whatever calls do.
+PATTERN_BYTES = 1 << 16
 #: Lines for which a block of LL128 has lanes at a time; bytes that a block of others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
 
@@ -87,11 +89,16 @@ class Launch(NamedTuple):
     input_remote: bool
     output_remote: bool
 
+    @property
+    def uses_rings(self) -> bool:
+        """Whether data pass through scratch, whoever is registered."""
+        return self.algorithm == "push_reduce"
+
 
 def sizes(ranks: int, tables: Tables | None = None) -> Sizes:
     """Capacities of the lanes of so many ranks."""
     ranks, tables = max(2, ranks), tables or Tables.own()
-    most = max(at(tables.ll128_one_step, ranks), at(tables.ll128_row, ranks))
+    most = max(at(tables.ll128_one_step, ranks), at(tables.ll128_row, ranks), PATTERN_BYTES)
     steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
     lines = max(1, -(-most // LINE_DATA_16), steps)
     packs = -(-at(tables.ll_one_step, ranks) // 16)

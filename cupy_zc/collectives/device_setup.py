@@ -21,7 +21,7 @@ from ..registration import Registry
 from .device_args import EVERY_RANK, MAX_RANKS, nanoseconds
 from .device_kernels import launch_with
 from .device_lane import DeviceLane, Records
-from .device_plan import KEPT_FREE, MAX_BLOCKS, THREADS, Machine, sizes
+from .device_plan import KEPT_FREE, MAX_BLOCKS, PATTERN_BYTES, THREADS, Machine, sizes
 from .device_tables import Tables, load_tables
 from .device_windows import WindowTable
 
@@ -32,8 +32,6 @@ __all__ = [
 _log = logging.getLogger("cupy_zc")
 _T = TypeVar("_T")
 
-#: Bytes that each rank writes to each other one in the self-test.
-PATTERN_BYTES = 1 << 16
 #: How often a line is tried at each place of the buffers, of which there are two.
 TURNS = 20
 

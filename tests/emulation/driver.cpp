@@ -137,7 +137,7 @@ std::vector<std::vector<u64>> lanes;
 void serve(const Launch& launch) {
     const u32 size = launch.size;
     if (launch.fresh != 0) {
-        const u64 bytes = lane_bytes(size, launch.lines, launch.packs, launch.chunk);
+        const u64 bytes = lane_bytes(size, launch.lines, launch.packs) + 4 * launch.chunk;
         lanes.assign(size, std::vector<u64>(bytes / 8, 0));
         for (std::vector<u64>& lane : lanes) {
             lane[STATE / 8] = launch.epoch << 16;  // calls made so far
@@ -196,6 +196,7 @@ void serve(const Launch& launch) {
         args.ll128_lines = launch.lines;
         args.ll_packs = launch.packs;
         args.chunk = launch.chunk;
+        args.scratch = lane_bytes(size, launch.lines, launch.packs);
         args.rank = r;
         args.size = size;
         args.arenas = ARENAS;

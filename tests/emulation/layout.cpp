@@ -53,6 +53,7 @@ void arguments() {
     FIELD(Args, ll128_lines);
     FIELD(Args, ll_packs);
     FIELD(Args, chunk);
+    FIELD(Args, scratch);
     FIELD(Args, lanes);
     FIELD(Args, rank);
     FIELD(Args, size);
@@ -110,7 +111,7 @@ int main() {
         u64 a, b, c, d, e;
         std::cin >> a >> b >> c;
         if (what == "lane") {
-            std::cout << lane_bytes(size, a, b, c) << '\n';
+            std::cout << lane_bytes(size, a, b) + c << '\n';
         } else if (what == "mail") {
             std::cin >> d >> e;
             std::cout << mail_bytes(size, a, b, c, d, e) << '\n';
