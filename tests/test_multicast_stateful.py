@@ -185,7 +185,18 @@ class Windows(RuleBasedStateMachine):
         if ranks:
             assert len(set(statuses(ranks))) == 1
             assert len({work.live(rank) for rank in ranks}) == 1
-            assert len({tuple(multicast(rank)._bound.items()) for rank in ranks}) == 1
+            assert (
+                len(
+                    {
+                        tuple(
+                            (place, segment.size)
+                            for place, segment in multicast(rank)._bound.items()
+                        )
+                        for rank in ranks
+                    }
+                )
+                == 1
+            )
             windows = [tuple(multicast(rank)._windows) for rank in ranks]
             assert windows.count(windows[0]) == 3
 

@@ -126,12 +126,17 @@ def test_a_segment_is_unbound_everywhere_once_a_rank_has_let_go() -> None:
         others = register(made, second)
         first[1].deregister()
         agree_on_bindings(made, [0, GRANULE])  # only an agreed point changes anything
+        assert all(each.data.mem.segment.multicast for each in (*kept, *second))
         fine(made, lambda rank: rank.registry.collect())
         agree_on_bindings(made, [GRANULE])
+        assert not any(each.data.mem.segment.multicast for each in kept)
         assert made[0].registry.locate(kept[0]).registered  # and reached by P2P
         again = register(made, kept)
         agree_on_bindings(made, [0, GRANULE])
         assert all(each.active for each in (*again, *others))
+        for rank in made:
+            rank.registry.close()
+        assert not any(each.data.mem.segment.multicast for each in (*kept, *second))
 
 
 @off

@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 import pytest
 from click.testing import CliRunner, Result
+from matplotlib.image import imread
 
 import cupy_zc
 from cupy_zc.cli.app import cli
@@ -270,6 +271,24 @@ def test_the_picture_is_a_png_of_a_good_size(leak: Path, tmp_path: Path) -> None
     width, height = struct.unpack(">II", head[16:24])
     assert 800 < width < 3000
     assert 300 < height < 3000
+
+
+def test_a_segment_that_is_bound_to_multicast_is_drawn_and_told(pool: Any, tmp_path: Path) -> None:
+    array = cupy.empty(MiB, "u1")
+    array.data.mem.segment.cast_by.add("a communicator")
+    snapshot = pool.snapshot()
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(snapshot))
+    result = view(path, "--png", tmp_path / "x.png")
+    assert result.exit_code == Exit.OK
+    assert "stream 0, multicast" in result.stdout
+    drawn = (imread(tmp_path / "x.png")[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    assert [0xF0, 0xE4, 0x42] in drawn.tolist()
+    for device in snapshot["devices"]:  # a file of before there was the word
+        for segment in device["segments"]:
+            del segment["multicast"]
+    path.write_text(json.dumps(snapshot))
+    assert view(path, "--png", tmp_path / "y.png").exit_code == Exit.OK
 
 
 def test_a_captured_and_a_registered_segment_are_drawn(pool: Any, tmp_path: Path) -> None:

@@ -190,6 +190,20 @@ def test_graphs_and_registrations_are_told_apart(browser: Browser, pool: Any, ht
     del captured, graph
 
 
+def test_a_segment_that_is_bound_to_multicast_is_marked(
+    browser: Browser, pool: Any, html: Any
+) -> None:
+    array = cupy.empty(2 * MiB, "u1")
+    array.data.mem.segment.cast_by.add("a communicator")
+    with opened(browser, html(pool.snapshot())) as page:
+        assert ", multicast" in under_pointer(page, 0, 0.01)
+        colours = page.locator("canvas").evaluate(
+            "(c) => Array.from(c.getContext('2d').getImageData(0, 0, c.width, c.height).data)"
+        )
+        pixels = {tuple(colours[at : at + 3]) for at in range(0, len(colours), 4)}
+        assert (0xF0, 0xE4, 0x42) in pixels
+
+
 def test_rows_can_be_made_narrower_and_wider(browser: Browser, pool: Any, html: Any) -> None:
     array = cupy.empty(MiB, "u1")
     with opened(browser, html(pool.snapshot())) as page:

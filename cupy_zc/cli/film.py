@@ -66,6 +66,7 @@ def _snapshot(data: dict[str, Any]) -> dict[str, Any]:
         for segment in device["segments"]:
             names = ("device", "offset", "size", "generation", "capture", "stream", "registered")
             about = {name: segment[name] for name in names}
+            about["multicast"] = segment.get("multicast", False)  # not in older files
             segments.append({**about, "from": -segment["age"], "to": None})
             blocks += [
                 {

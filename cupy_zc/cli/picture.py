@@ -21,7 +21,7 @@ from .growth import Group, growing, key_of, sentence
 __all__ = ["write_png"]
 
 USED, GROWS, CAPTURE, FREE = "#0072b2", "#d55e00", "#cc79a7", "#dfe3e8"
-REGISTERED, INK = "#009e73", "#1b1f24"
+REGISTERED, MULTICAST, INK = "#009e73", "#f0e442", "#1b1f24"
 #: Rows of the address axis, at most; the height of one in inches, and how much of it is filled.
 _ROWS, _INCHES, _FILLED = 12, 0.32, 0.75
 
@@ -52,8 +52,9 @@ def write_png(film: dict[str, Any], found: list[Group], path: Path) -> None:
     if not maps:
         axes[0].set_axis_off()
     colours = {"in use": USED, "grows": GROWS, "of a CUDA graph": CAPTURE, "free": FREE}
-    handles = [Patch(color=c, label=n) for n, c in (*colours.items(), ("registered", REGISTERED))]
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False)
+    colours |= {"registered": REGISTERED, "multicast": MULTICAST}
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -116,6 +117,8 @@ class _Map:
             grows = id(block) in self._grown
             yield block, CAPTURE if captured else GROWS if grows else USED, _FILLED
         for segment in self._segments:
+            if segment.get("multicast"):
+                yield segment, MULTICAST, 0.25
             if segment["registered"]:
                 yield segment, REGISTERED, 0.15
 

@@ -46,6 +46,7 @@ class Segment:
 
     __slots__ = (
         "address",
+        "cast_by",
         "created",
         "first",
         "generation",
@@ -73,6 +74,8 @@ class Segment:
         self.settled: Event | None = None
         #: Who has it registered, for each communicator: a set, which may be empty.
         self.held_by: list[Collection[object]] = []
+        #: By whom it is bound to a multicast object, for each communicator.
+        self.cast_by: set[object] = set()
         self.home: Home
         self.first: Block
 
@@ -85,6 +88,11 @@ class Segment:
     def registered(self) -> bool:
         """Whether a communicator has it registered, asked to or by itself."""
         return self.pins > 0 or any(tuple(self.held_by))
+
+    @property
+    def multicast(self) -> bool:
+        """Whether a communicator has it bound to a multicast object."""
+        return bool(self.cast_by)
 
     @property
     def staying(self) -> bool:

@@ -320,6 +320,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "capture": capture,
         "stream": segment.home.key if capture is None else None,
         "registered": info.registered,
+        "multicast": info.multicast,
     }
 
 

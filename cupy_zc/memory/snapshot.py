@@ -41,6 +41,8 @@ class SegmentInfo:
     handle_types: tuple[str, ...]
     #: Whether a communicator has it registered.
     registered: bool
+    #: Whether a communicator has it bound to a multicast object.
+    multicast: bool
     address: int
     device: int
 
@@ -88,6 +90,7 @@ def segment_info(segment: Segment) -> SegmentInfo:
         generation=segment.generation,
         handle_types=segment.handle.handle_types,
         registered=segment.registered,
+        multicast=segment.multicast,
         address=segment.address,
         device=segment.handle.device,
     )
@@ -206,7 +209,9 @@ def _segment_line(segment: dict[str, Any], width: int) -> str:
     marks = "".join("." if u == 0 else "#" if u > cell * 0.999 else "+" for u in used)
     captured = segment["capture"] is not None
     owner = f"capture {segment['capture']}" if captured else f"stream {segment['stream']}"
-    return f"  {segment['offset']:#012x} {show_bytes(segment['size']):>9} |{marks}| {owner}"
+    states = [state for state in ("registered", "multicast") if segment.get(state)]
+    about = ", ".join([owner, *states])
+    return f"  {segment['offset']:#012x} {show_bytes(segment['size']):>9} |{marks}| {about}"
 
 
 def show_bytes(count: float) -> str:

@@ -73,8 +73,8 @@ class Multicast:
         self._published = published
         self._ledger = Ledger(registry.channel.ranks)
         self._windows: dict[int, MulticastWindow] = {}
-        #: Bytes of what is bound on all ranks.
-        self._bound: dict[Place, int] = {}
+        #: What is bound, at the same places on all ranks.
+        self._bound: dict[Place, Segment] = {}
         self._team = Team(0, 1, 1, 0.0)
         self._probe: Callable[[Transaction, MulticastWindow], None] | None = None
 
@@ -173,8 +173,8 @@ class Multicast:
 
     def _is_bound(self, arena: int, offset: int) -> bool:
         return any(
-            place.arena == arena and place.offset <= offset < place.offset + size
-            for place, size in self._bound.items()
+            place.arena == arena and 0 <= offset - place.offset < segment.size
+            for place, segment in self._bound.items()
         )
 
     def segment_at(self, arena: int, offset: int) -> Segment | None:
@@ -202,7 +202,7 @@ class Multicast:
             f"{tag}: unbind released segments", partial(self._take_back, leaving, ending)
         )
         for place in leaving:
-            del self._bound[place]
+            self._bound.pop(place).cast_by.discard(self)
         for arena in ending:
             del self._windows[arena]
             self._registry.windows.uncast(self._team.devices, arena)
@@ -270,7 +270,9 @@ class Multicast:
             except BaseException as error:  # an interrupt of this rank, of which the others know
                 self._fall(arena, _words(error))
                 raise
-        self._bound.update({Place(arena, each.offset): each.size for each in there})
+        for each in there:
+            self._bound[Place(arena, each.offset)] = each
+            each.cast_by.add(self)
         if self.status.state == "probing":
             self.status = MulticastStatus("on", "")
 
@@ -384,7 +386,8 @@ class Multicast:
             DriverError: something went wrong; everything else was done all the same.
         """
         self.status = MulticastStatus("off", "the communicator is closed")
-        self._bound.clear()
+        while self._bound:
+            self._bound.popitem()[1].cast_by.discard(self)
         with ExitStack() as stack:
             while self._windows:
                 stack.callback(self._windows.popitem()[1].close)

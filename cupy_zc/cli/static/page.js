@@ -35,6 +35,9 @@ for (const block of film.blocks) {
 }
 
 // The map of one device: the address axis, broken into rows like text.
+// Who else reaches a segment.
+const reached = (segment) => (segment.registered ? ", registered" : "") + (segment.multicast ? ", multicast" : "");
+
 class DeviceMap {
   constructor(device, parent) {
     this.device = device;
@@ -103,6 +106,7 @@ class DeviceMap {
       this.fill(pen, block, colour(state), 0, ROW, block, state);
     }
     for (const segment of segments) {
+      if (segment.multicast) this.fill(pen, segment, colour("multicast"), 0, 7);
       if (segment.registered) this.fill(pen, segment, colour("registered"), 0, 4);
       this.outline(pen, segment);
     }
@@ -191,10 +195,10 @@ class DeviceMap {
     const whose = owner.capture !== null ? `CUDA graph, capture ${owner.capture}` : `stream ${owner.stream}`;
     if (!state) {
       return [`free, in a segment of ${bytes(thing.size)}`, `offset ${hex(thing.offset)}, address ${address}`, whose,
-        `generation ${thing.generation}${thing.registered ? ", registered" : ""}, ${seconds(at - thing.from)} old`];
+        `generation ${thing.generation}${reached(thing)}, ${seconds(at - thing.from)} old`];
     }
     const lines = [`${state === "capture" ? "in use by a CUDA graph" : "in use"}: ${bytes(thing.size)}`,
-      `offset ${hex(thing.offset)}, address ${address}`, `${whose}${owner.registered ? ", registered" : ""}`,
+      `offset ${hex(thing.offset)}, address ${address}`, `${whose}${reached(owner)}`,
       `${seconds(at - thing.from)} old${thing.to === null ? ", there at the end" : `, given back after ${seconds(thing.to - thing.from)}`}`];
     for (const array of thing.arrays || []) {
       lines.push(`${array.dtype} (${array.shape.join(", ")})${array.held_by ? `, held by ${array.held_by}` : ""}`);
