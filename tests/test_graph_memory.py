@@ -148,7 +148,7 @@ def test_garbage_collection_in_a_capture_makes_no_driver_call() -> None:
             graph, _ = captured(comm, array)
             part = comm.split(0)
             assert part is not None
-            sockets.extend([part._talk, part._letters, part._bootstrap])
+            sockets.extend([part._talk, part._node.letters, part._bootstrap])
             other, _ = captured(part, array)
             litter = [graph, other, array, array_of(pool_of(comm)), comm.empty(3), part]
             litter.append(litter)  # which only the collector can drop

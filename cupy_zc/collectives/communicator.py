@@ -15,21 +15,18 @@ import numpy as np
 
 from ..driver.api import Driver
 from ..errors import Error, LiveGraphsError
-from ..group import Bootstrap, Channel, Topology, from_mpi, vote
+from ..group import Bootstrap, Topology, from_mpi, vote
 from ..registration import (
     LeaseInfo,
     MulticastStatus,
     Registration,
-    Registry,
     Rule,
-    SymmetricHeap,
 )
 from . import opening
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
 from .checks import Checker
-from .engine import Engine
-from .host import HostEngine
+from .level import Level
 from .ordering import Line
 from .point_to_point import Letter
 from .symmetric import SymmetricArrays
@@ -88,14 +85,10 @@ class Communicator(Calls, SymmetricArrays):
         #: How many ranks there are.
         self.size = bootstrap.size
         self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
-        self._talk = stack.enter_context(Channel.open(bootstrap, topology))
-        self._letters = stack.enter_context(Channel.open(bootstrap, topology))
-        self._registry = Registry(self._driver, self._device, self._talk, timeout=self._timeout)
-        stack.callback(self._registry.close)
-        self._heap = SymmetricHeap(self._registry)
-        stack.callback(self._heap.close)
-        self._engine = self._make_engine()
-        stack.callback(self._engine.close)
+        self._node = Level(bootstrap, topology, options, self._checker, stack)
+        self._talk, self._registry = self._node.talk, self._node.registry
+        self._heap = self._node.heap
+        self._engine = self._node.make_engine(options.backend, self._part, self._interrupted, stack)
         #: Which engine it uses.
         self.backend = self._engine.name
         self._line = Line(
@@ -355,34 +348,13 @@ class Communicator(Calls, SymmetricArrays):
             arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
             self._line.keep(key, arrays[0], arrays[-1])
 
-    def _make_engine(self) -> Engine:
-        if self._options.backend == "device":
-            from .device import DeviceEngine  # needs what a machine without a GPU may lack
-
-            return DeviceEngine(
-                self._registry, self._heap, self._checker, self._departed, self._part,
-                self._timeout, deterministic=self._options.deterministic,
-                tables=self._options.tables,
-            )  # fmt: skip
-        return HostEngine(
-            self._registry, self._heap, self._letters, self._checker,
-            self._departed, self._part, self._interrupted, self._timeout,
-        )  # fmt: skip
-
-    def _departed(self) -> tuple[int, ...]:
-        """The ranks that cannot come any more; all of them where this one has parted."""
-        if self._talk.closed:
-            return tuple(rank for rank in range(self.size) if rank != self.rank)
-        return self._talk.gone()
-
     def _interrupted(self, awaited: Collection[int], number: int, call: Call) -> None:
         """An eager call waits for ranks that may be capturing instead."""
         self._line.answer_captures(awaited, number, call)
 
     def _part(self) -> None:
         """Let the peers know that this rank makes no further calls."""
-        self._talk.close()
-        self._letters.close()
+        self._node.part()
 
 
 def _close_all() -> None:
