@@ -6,6 +6,7 @@ Every error names the call, the rank, and both sides of what does not fit.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +40,21 @@ class Checker:
         size: Number of ranks.
         device: The device that arrays must belong to.
         host: Whether that is one of the host driver.
+        refuses: What is allowed in place of a reduction of a dtype that the engine cannot do;
+            None where it can.
+        group: Whose ranks these are, where they are not those of the communicator.
     """
 
     rank: int
     size: int
     device: int
     host: bool = True
+    refuses: Callable[[np.dtype[Any], str], str | None] = refuse_reduction
+    group: str = ""
 
     def name(self, call: str) -> str:
         """A call as errors name it."""
-        return f"Communicator.{call} (rank {self.rank} of {self.size})"
+        return f"Communicator.{call} (rank {self.rank} of {self.size}{self.group})"
 
     # One argument
 
@@ -113,7 +119,7 @@ class Checker:
         if not isinstance(op, str) or op not in REDUCTIONS:  # an array would be compared
             allowed = f"one of {', '.join(map(repr, REDUCTIONS))}"
             raise InvalidValueError(self.name(call), "op", op, allowed)
-        instead = refuse_reduction(dtype, op)
+        instead = self.refuses(dtype, op)
         if instead is not None:
             raise InvalidValueError(self.name(call), "op", op, instead)
         return REDUCTIONS.index(op)

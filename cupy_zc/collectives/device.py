@@ -33,7 +33,7 @@ from .device_probe import DeviceProbe
 from .device_setup import lines_are_whole, local_parts, machine_of, step, try_mappings, zero_on_all
 from .device_switch import try_switch
 from .device_tables import Tables
-from .engine import Place, Repeat
+from .engine import Place, Repeat, WithinNode
 from .plan import ROLES, Operation
 from .point_to_point import Letter
 
@@ -43,7 +43,7 @@ __all__ = ["DeviceEngine"]
 _KEPT = 4096
 
 
-class DeviceEngine:
+class DeviceEngine(WithinNode):
     """Carries out checked calls on a GPU.
 
     Collective to make.

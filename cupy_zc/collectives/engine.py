@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
-from ..registration import Probe
+from ..registration import Probe, Registration
 from .call import Call, Transfer
 from .point_to_point import Letter
 
-__all__ = ["Engine", "Place", "Repeat"]
+__all__ = ["Engine", "Place", "Repeat", "WithinNode"]
 
 
 class Place(NamedTuple):
@@ -62,6 +62,26 @@ class Engine(Protocol):
 
         Raises:
             AgreementError: it could not be tried; on all ranks.
+        """
+        ...
+
+    def connect(self) -> None:
+        """Set up what must come after multicast was tried. Collective, once.
+
+        Raises:
+            AgreementError: it failed on a rank; on all of them.
+        """
+        ...
+
+    def register(self, registration: Registration) -> None:
+        """Register segments with what else than the node's windows carries data. Collective.
+
+        Args:
+            registration: What the ranks of the node have registered just now; what is done here
+                ends with it.
+
+        Raises:
+            AgreementError: it failed on a rank; on all of them, and nothing is kept.
         """
         ...
 
@@ -165,3 +185,13 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give back what is not memory of the heap. Local; work enqueued has ended before."""
         ...
+
+
+class WithinNode:
+    """What an engine need not do whose ranks reach all memory of each other."""
+
+    def connect(self) -> None:
+        """Nothing: all is set up."""
+
+    def register(self, registration: Registration) -> None:
+        """Nothing: the windows of the node carry all data."""

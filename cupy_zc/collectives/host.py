@@ -25,7 +25,7 @@ from ..registration import HostProbe, Probe, Registry, SymmetricHeap
 from . import plan as planning
 from .call import Call, Transfer, transfer_of
 from .checks import Checker, overlap
-from .engine import Place
+from .engine import Place, WithinNode
 from .host_lane import HostLane, Recorded, replayed_after_close
 from .host_words import CAPTURES, compare, write
 from .insist import insist_on_multicast, needs_multicast
@@ -46,7 +46,7 @@ _ABSENT = Place(NONE, 0, "", None)
 _LOCAL = Place(OWN, 0, "", None)
 
 
-class HostEngine:
+class HostEngine(WithinNode):
     """Carries out checked calls, those of a lane one at a time.
 
     Collective to make. The memory of lanes is blocks of the heap.

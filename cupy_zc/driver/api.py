@@ -304,6 +304,13 @@ class Driver(Protocol):
         """Record a new event at the end of ``stream``, which must not be capturing."""
         ...
 
+    def follow(self, stream: Any, other: Any) -> None:
+        """Let later work of a stream wait for all that is enqueued on another one now.
+
+        Where the other one is capturing, ``stream`` takes part in its capture from here on.
+        """
+        ...
+
     def capture_info(self, stream: Any) -> CaptureInfo | None:
         """The capture ``stream`` takes part in, or None."""
         ...

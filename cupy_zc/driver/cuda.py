@@ -31,7 +31,7 @@ from .cuda_calls import Contexts, Handle, call, failure, own, relaxed_capture
 from .cuda_graphs import CudaGraphLease, lease_graph
 from .cuda_kernels import launch, load
 from .cuda_multicast import CudaMulticast, CudaMulticastObject, require_team
-from .cuda_runtime import CudaEvent, runtime_call
+from .cuda_runtime import CudaEvent, record, runtime_call
 from .cuda_segments import CudaSegment, CudaSegments
 from .cuda_waiting import Waiting
 
@@ -297,14 +297,18 @@ class CudaDriver:
 
     def record_event(self, stream: Any) -> CudaEvent:
         """Record a new event at the end of ``stream``, which must not be capturing."""
+        return CudaEvent(self._record(stream))
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """Let a stream wait for another one of its device, captured or not."""
+        event = self._record(other)
+        with runtime_call("cudaStreamWaitEvent", f"stream={stream.ptr:#x}"):
+            stream.wait_event(event)
+
+    def _record(self, stream: Any) -> cupy.cuda.Event:
         device = stream.device_id if stream.device_id >= 0 else self.current_device()
-        detail = f"stream={stream.ptr:#x}, device={device}"
         with self._contexts.current(device):
-            with runtime_call("cudaEventCreateWithFlags", detail):
-                event = cupy.cuda.Event(disable_timing=True)
-            with runtime_call("cudaEventRecord", detail):
-                event.record(stream)
-        return CudaEvent(event)
+            return record(stream, device)
 
     def capture_info(self, stream: Any) -> CaptureInfo | None:
         """The capture ``stream`` takes part in, or None.

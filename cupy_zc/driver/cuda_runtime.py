@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import cuda.bindings.driver as driver
 import cupy
@@ -12,7 +13,7 @@ from cupy.cuda import runtime
 from ..errors import DriverError
 from .cuda_calls import call, failure, relaxed_capture
 
-__all__ = ["CudaEvent", "runtime_call"]
+__all__ = ["CudaEvent", "record", "runtime_call"]
 
 
 @contextlib.contextmanager
@@ -64,3 +65,17 @@ class CudaEvent:
                     return False
             self._done = True
         return True
+
+
+def record(stream: Any, device: int) -> cupy.cuda.Event:
+    """Record a new event at the end of a stream, captured or not. Its device is current.
+
+    Raises:
+        DriverError: CUDA refused.
+    """
+    detail = f"stream={stream.ptr:#x}, device={device}"
+    with runtime_call("cudaEventCreateWithFlags", detail):
+        event = cupy.cuda.Event(disable_timing=True)
+    with runtime_call("cudaEventRecord", detail):
+        event.record(stream)
+    return event

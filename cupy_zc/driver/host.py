@@ -172,6 +172,12 @@ class HostDriver(HostMemory):
         """Record a new event at the end of ``stream``, which must not be capturing."""
         return self._streams.resolve("cuEventRecord", stream).record_outside_capture()
 
+    def follow(self, stream: Any, other: Any) -> None:
+        """Let a stream wait for another one, captured or not."""
+        resolve = self._streams.resolve
+        event = resolve("cuEventRecord", other).record()
+        resolve("cuStreamWaitEvent", stream).wait_event(event)
+
     def capture_info(self, stream: Any) -> CaptureInfo | None:
         """The capture ``stream`` takes part in, or None.
 

@@ -76,6 +76,20 @@ class Topology:
     rank: int
     #: For each rank, the number of its node.
     node_of: tuple[int, ...]
+    #: For each rank, the number of its machine. Empty: nodes are machines. They are not where tests
+    #: pretend that a machine is several nodes.
+    machine_of: tuple[int, ...] = ()
+
+    @property
+    def machine_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's machine, itself among them, ascending."""
+        machine_of = self.machine_of or self.node_of
+        return tuple(rank for rank in range(self.size) if machine_of[rank] == machine_of[self.rank])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all nodes have as many ranks."""
+        return len({len(node) for node in self.nodes}) == 1
 
     @property
     def size(self) -> int:
@@ -127,11 +141,14 @@ def arrange(identities: Sequence[NodeIdentity], rank: int) -> Topology:
     seen: dict[NodeIdentity, int] = {}
     numbers: dict[tuple[NodeIdentity, int], int] = {}
     node_of: list[int] = []
+    machines: dict[NodeIdentity, int] = {}
     for identity in identities:
         place = seen[identity] = seen.get(identity, -1) + 1
         part = place // identity.node_size if identity.node_size else 0
         node_of.append(numbers.setdefault((identity, part), len(numbers)))
-    return Topology(rank, tuple(node_of))
+        machines.setdefault(identity, len(machines))
+    machine_of = tuple(machines[identity] for identity in identities)
+    return Topology(rank, tuple(node_of), machine_of)
 
 
 def discover(bootstrap: Bootstrap, *, timeout: float | None = None) -> Topology:

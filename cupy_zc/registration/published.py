@@ -37,7 +37,7 @@ class Registration:
     nobody need keep the registration itself.
     """
 
-    __slots__ = ("_let_go", "_segments", "_target", "arrays", "nbytes")
+    __slots__ = ("_endings", "_let_go", "_segments", "_target", "arrays", "nbytes")
 
     def __init__(
         self, target: Any, let_go: Callable[[Registration, Sequence[Segment]], None]
@@ -45,6 +45,8 @@ class Registration:
         self._target = target
         self._let_go = let_go
         self._segments: Sequence[Segment] = ()
+        #: Called at the end, while the memory is still held.
+        self._endings: list[Callable[[], None]] = []
         #: Bytes of the segments it holds on this rank.
         self.nbytes = 0
         #: What each rank registered in that call, as (arena, offset); None where not one array.
@@ -60,6 +62,15 @@ class Registration:
         self._segments = segments
         self.nbytes = sum(segment.size for segment in segments)
 
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What it holds on this rank."""
+        return self._segments
+
+    def at_end(self, ending: Callable[[], None]) -> None:
+        """For engines: have something called when it ends, in any thread; it must not raise."""
+        self._endings.append(ending)
+
     def deregister(self) -> None:
         """Let go. Local, from any thread and in any order; again does nothing.
 
@@ -70,6 +81,8 @@ class Registration:
             del self._target  # of two threads, one gets past this
         except AttributeError:
             return
+        for ending in reversed(self._endings):
+            ending()
         segments, self._segments = self._segments, ()
         self._let_go(self, segments)
 
