@@ -82,11 +82,6 @@ static __device__ __forceinline__ bool reached(const Args& args, Reach reach, u3
     return reach == Reach::EVERYONE || (reach == Reach::ROOT && rank == args.root);
 }
 
-static __device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
-static __device__ __forceinline__ u64 ceiling(u64 value, u64 unit) {
-    return (value + unit - 1) / unit;
-}
-
 // A block has the same columns of scratch in every chunk, the short last one included: otherwise it
 // could fill what another block still reads.
 static __device__ __forceinline__ Part part_of(const Args& args, const Places& places, u64 chunk,

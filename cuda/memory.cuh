@@ -13,6 +13,11 @@
 
 namespace cupy_zc {
 
+static __device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
+static __device__ __forceinline__ u64 ceiling(u64 value, u64 unit) {
+    return (value + unit - 1) / unit;
+}
+
 template <u32 BYTES>
 struct Unit;
 template <>

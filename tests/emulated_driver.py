@@ -23,7 +23,7 @@ from emulated_kernels import EmulatedKernel, KernelLibrary
 
 import cupy_zc.arrays
 import cupy_zc.driver
-from cupy_zc.collectives import device_mail, device_plan, device_setup, device_tables
+from cupy_zc.collectives import device_mail, device_plan, device_setup, device_tables, local
 from cupy_zc.collectives.device_args import MAX_RANKS
 from cupy_zc.collectives.device_plan import KEPT_FREE
 from cupy_zc.driver.api import KernelName
@@ -211,7 +211,7 @@ def emulated_device(cache: Path, *, devices: int = 1) -> Iterator[EmulatedDriver
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy_zc.driver, "_cuda", lambda: driver)
         patch.setattr(cupy_zc.arrays, "on_host", lambda array: True)
-        for module in (device_mail, device_plan, device_setup):
+        for module in (device_mail, device_plan, device_setup, local):
             patch.setattr(module, "THREADS", THREADS)
         for name, value in SIZES.items():
             module = device_plan if name == "CHUNK" else device_tables

@@ -33,9 +33,10 @@ _NAMED = re.compile(
 _MOST_PARAMETERS = 8
 #: What a source has that is compiled for an element type and an operation.
 _TYPED = "Selected"
-#: Sources that are a library of their own: its types are global, or it is compiled for more.
+#: Sources that are a library of their own: its types are global, it is compiled for more, or for
+#: a type alone.
 _ALONE = {
-    "pattern.cu", "multimem_all_reduce.cu", "multimem_ll.cu", "multimem_move.cu",
+    "divide.cu", "pattern.cu", "multimem_all_reduce.cu", "multimem_ll.cu", "multimem_move.cu",
     "multimem_probe.cu", "multimem_reduce_scatter.cu",
 }  # fmt: skip
 

@@ -104,6 +104,22 @@ def test_a_reduction_in_the_switch_compiles_for_a_type_and_an_operation(
     assert f".text.{Path(name).stem}\0".encode() in code
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "element",
+    ["signed char", "u8", "short", "u16", "int", "u32", "long long", "u64", "Half", "Bfloat",
+     "float", "double", "Complex<float>", "Complex<double>"],
+)  # fmt: skip
+def test_a_division_compiles_for_every_type_but_bool(element: str) -> None:
+    assert b".text.divide\0" in compiled("divide.cu", "sm_90", ("CUPY_ZC_ELEMENT", element))
+    with pytest.raises(Exception, match="has no member"):
+        compiled("divide.cu", "sm_90", ("CUPY_ZC_ELEMENT", "Bool"))
+
+
+def test_the_kernel_that_copies_rows_is_there_under_its_plain_name() -> None:
+    assert b".text.copy_rows\0" in compiled("copy_rows.cu", "sm_90")
+
+
 @pytest.mark.parametrize("name", ["all_gather", "broadcast"])
 def test_the_collectives_that_only_store_in_the_switch_are_in_one_module(name: str) -> None:
     assert f".text.multimem_{name}\0".encode() in compiled("multimem_move.cu", "sm_90")
@@ -125,19 +141,22 @@ def test_so_are_those_that_move_lines(name: str) -> None:
     assert f".text.ll128_{name}\0".encode() in compiled("ll128_move.cu", "sm_90")
 
 
-@pytest.mark.parametrize("operation", ["Sum", "Prod", "Min", "Max", "Avg"])
-def test_no_option_of_the_compiler_flushes_small_numbers_to_zero(operation: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [*(("ll128.cu", each) for each in ("Sum", "Prod", "Min", "Max", "Avg")), ("divide.cu", "Sum")],
+)
+def test_no_option_of_the_compiler_flushes_small_numbers_to_zero(name: str, operation: str) -> None:
     """CuPy adds -ftz=true, which must change no instruction: the host driver keeps them, too."""
     options = {
         flush: ProgramOptions(
             arch="sm_90", std="c++17", ftz=flush,
-            include_path=str(kernels.path("ll128.cu").parent),
+            include_path=str(kernels.path(name).parent),
             define_macro=[("CUPY_ZC_ELEMENT", "float"), ("CUPY_ZC_OPERATION", operation)],
         )
         for flush in (False, True)
     }  # fmt: skip
     codes = {
-        bytes(Program(kernels.source("ll128.cu"), "c++", each).compile("cubin").code)
+        bytes(Program(kernels.source(name), "c++", each).compile("cubin").code)
         for each in options.values()
     }
     assert len(codes) == 1

@@ -13,7 +13,7 @@ from .device_plan import Launch, Machine, device_plan
 from .dtypes import DTYPES, ITEMSIZES
 from .plan import REDUCTIONS, Operation
 
-__all__ = ["kernel_of", "kernels_of", "launch_with", "load_all"]
+__all__ = ["element_of", "kernel_of", "kernels_of", "launch_with", "load_all"]
 
 #: Element types of ``cuda/select.cuh``, in the order of ``DTYPES``.
 _ELEMENTS = (
@@ -29,13 +29,17 @@ _LOADERS = 8
 _SIZES = tuple(size for power in range(41) for size in ((1 << power), (1 << power) + 1))
 
 
+def element_of(code: int) -> str:
+    """What a kernel is compiled with for an element type by number."""
+    return f"CUPY_ZC_ELEMENT={_ELEMENTS[code]}"
+
+
 def kernel_of(code: int, reduction: int, plan: Launch, machine: Machine) -> KernelName:
     """The kernel of a plan, for an element type and a reduction by number."""
     defines: tuple[str, ...] = ()
     if plan.typed:
-        element = _ELEMENTS[code]
         operation = REDUCTIONS[reduction].capitalize()
-        defines = (f"CUPY_ZC_ELEMENT={element}", f"CUPY_ZC_OPERATION={operation}")
+        defines = (element_of(code), f"CUPY_ZC_OPERATION={operation}")
     if plan.algorithm in ("multimem", "multimem_ll"):
         defines += (f"CUPY_ZC_MULTIMEM={machine.multicast.capitalize()}",)
     return KernelName(plan.source, plan.function, defines)

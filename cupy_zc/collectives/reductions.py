@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Array", "reduce_into"]
+__all__ = ["Array", "divide", "reduce_into"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -87,6 +87,24 @@ def reduce_into(reduction: str, sources: Sequence[Array], targets: Sequence[Arra
                 np.copyto(done, into, casting="same_kind")
             for target in targets:
                 target[part] = done
+
+
+def divide(array: Array, by: int) -> None:
+    """Divide in place: an average, where the sum is there already.
+
+    Args:
+        array: One-dimensional, of a type that has an average: any but bool.
+        by: 1 or more.
+    """
+    with np.errstate(all="ignore"):
+        for start in range(0, len(array), BLOCK):
+            block = array[start : start + BLOCK]
+            if block.dtype.name in _HALVES:
+                wide = block.astype(np.float32)
+                _divide(wide, by)
+                np.copyto(block, wide, casting="same_kind")
+            else:
+                _divide(block, by)
 
 
 def _divide(block: Array, by: int) -> None:
