@@ -92,7 +92,11 @@ def test_communicator_pool_arrays_and_graph_may_go_in_any_order(order: str, clos
         pool = pool_of(comm)
         arrays = [array_of(pool), part.empty(100, "i4")]
         graph, stream = captured(part, *arrays)
-        sockets: list[Any] = [part._talk, part._node.letters, part._bootstrap]  # which want to be closed
+        sockets: list[Any] = [
+            part._talk,
+            part._node.letters,
+            part._bootstrap,
+        ]  # which want to be closed
         things: dict[str, list[Any]] = {"p": [pool], "a": arrays, "g": [graph], "c": [part]}
         del pool, graph, arrays, part
         meet(comm)

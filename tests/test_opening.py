@@ -11,7 +11,7 @@ import cupy_zc
 from cupy_zc import Communicator
 from cupy_zc.collectives import opening
 from cupy_zc.driver.host import HostDriver
-from cupy_zc.group import in_process
+from cupy_zc.group import Topology, in_process
 
 
 def test_it_is_the_driver_of_the_installed_pool():
@@ -26,8 +26,9 @@ def test_it_is_the_driver_of_the_installed_pool():
 def test_each_driver_has_its_engine(monkeypatch, driver, engine):
     there = SimpleNamespace(name=driver, current_device=lambda: 0)
     monkeypatch.setattr(opening, "select", lambda name: there)
-    assert opening.Options.of("test").backend == engine
-    assert opening.Options.of("test", backend=engine).backend == engine
+    one_node = Topology(0, (0, 0))
+    assert opening.choose(opening.Options.of("test"), one_node) == engine
+    assert opening.choose(opening.Options.of("test", backend=engine), one_node) == engine
 
 
 @pytest.mark.parametrize(("driver", "engine"), [("host", "device"), ("cuda", "host")])

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..driver.api import Driver
 from ..errors import AgreementError, Error, MismatchError, NotZeroCopyError
+from ..group import Across
 from ..group.naming import name_ranks, sides
 from ..memory.blocks import Segment
 from ..registration import Choice, Lease, Registry, pin, refusal
@@ -65,6 +66,7 @@ class Recorder:
         registry: Has the leases.
         engine: Records.
         counts: Of the eager calls.
+        across: Ranks of other nodes; None where there are none.
         strict: Whether to refuse calls that copy.
     """
 
@@ -75,6 +77,7 @@ class Recorder:
         registry: Registry,
         engine: Engine,
         counts: Counts,
+        across: Across | None,
         *,
         strict: bool,
     ) -> None:
@@ -84,6 +87,7 @@ class Recorder:
         self._engine = engine
         self._strict = strict
         self._counts = counts
+        self._across = across
 
     def record(self, work: Call | Letter, stream: Any) -> None:
         """Record a call on a stream that is capturing. Collective for a collective.
@@ -162,7 +166,13 @@ class Recorder:
                 bid.interrupted = eager[0][-1]
             _compare(said)
 
-        return self._registry.agree(TAG, choose, check)
+        if self._across is None:
+            return self._registry.agree(TAG, choose, check)
+        with self._across.step(TAG):
+            said = self._registry.agree(TAG, choose, check)
+        mine = said[self._registry.channel.rank]
+        self._across.compare(f"what is captured, {call}", repr(mine.call[:_EQUAL]))
+        return said
 
     def answer(self, awaited: Collection[int], number: int, call: Call) -> None:
         """Tell ranks that wait in :meth:`record` for this one, which is in an eager call.
@@ -202,7 +212,7 @@ class Recorder:
 
     def _note_counterparts(self, lease: Lease, said: Mapping[int, News]) -> None:
         places = {rank: news.call[_PLACES] for rank, news in said.items()}
-        for which, mine in enumerate(places[self._checker.rank]):
+        for which, mine in enumerate(places[self._registry.channel.rank]):
             if mine is not None:
                 lease.counterparts[mine[0], mine[1]] = {
                     rank: each[which] and (each[which][0], each[which][1])
@@ -228,7 +238,7 @@ class Recorder:
             fates = {rank: one[0] for rank, one in zip(channel.ranks, now, strict=True)}
         refusing = [rank for rank, fate in fates.items() if fate == _REFUSED]
         name = self._checker.name(call.operation.call)
-        if self._checker.rank in refusing:
+        if self._registry.channel.rank in refusing:
             reasons = [place.reason for place in self._engine.places(call) if place.reason]
             raise self._refused(call.operation.call, reasons)
         if refusing:

@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ from ..registration import (
     Rule,
 )
 from . import opening
+from .assembly import assemble
 from .call import BARRIER, Call, Transfer
 from .calls import Calls
 from .checks import Checker
-from .level import Level
 from .ordering import Line
 from .point_to_point import Letter
 from .symmetric import SymmetricArrays
@@ -80,28 +80,33 @@ class Communicator(Calls, SymmetricArrays):
         self._device = options.device
         self._timeout = options.wait
         self._bootstrap = bootstrap
+        self._parted = False
         #: Number of this rank, from 0.
         self.rank = bootstrap.rank
         #: How many ranks there are.
         self.size = bootstrap.size
         self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
-        self._node = Level(bootstrap, topology, options, self._checker, stack)
+        self._parts = assemble(
+            bootstrap, topology, options, self._checker, self._part, self._interrupted, stack
+        )
+        self._node, self._engine = self._parts.node, self._parts.engine
         self._talk, self._registry = self._node.talk, self._node.registry
         self._heap = self._node.heap
-        self._engine = self._node.make_engine(options.backend, self._part, self._interrupted, stack)
+        self._across = self._parts.across
         #: Which engine it uses.
         self.backend = self._engine.name
         self._line = Line(
             self._checker, self._driver, self._registry, self._engine,
             automatic=options.register == "auto", threads=options.threads,
-            strict=options.strict, timeout=self._timeout,
+            strict=options.strict, timeout=self._timeout, across=self._across,
         )  # fmt: skip
         self._registry.multicast.start(
             self._engine.multicast_probe, self._heap.reserve_private, "Communicator",
             require=options.multicast == "require", insist=options.insists,
             prove=self._engine.prove_multicast,
         )  # fmt: skip
-        vote(self._talk, "start the engine")  # no rank posts a semaphore that is not set up yet
+        self._engine.connect()
+        vote(bootstrap, "start the engine")  # no rank posts a semaphore that is not set up yet
         _open.add(self)
 
     @classmethod
@@ -124,7 +129,8 @@ class Communicator(Calls, SymmetricArrays):
 
         Args:
             mpi_comm: An ``mpi4py.MPI.Intracomm``; None for ``MPI.COMM_WORLD``.
-            backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
+            backend: "auto": "device" on the GPUs of a node, "host" on the host driver; on several
+                nodes "hierarchical", or "nccl" where they have different numbers of ranks.
             timeout: Seconds to wait for a rank in a call; None for ``settings().timeout``.
             deterministic: Results bitwise equal from run to run: sums of floats stay out of the
                 switch. Without multicast they always are.
@@ -141,7 +147,7 @@ class Communicator(Calls, SymmetricArrays):
             MismatchError: the ranks chose differently.
             MulticastUnavailableError: multicast is required, and off or absent on a rank.
             PeerTimeoutError, AgreementError: a rank did not come, or could not.
-            Error: the ranks are on several nodes, or there is no engine for the driver.
+            Error: there is no engine for the driver, or none that reaches all ranks.
         """
         options = opening.Options.of(
             "Communicator.from_mpi", driver=driver, backend=backend, timeout=timeout,
@@ -214,8 +220,17 @@ class Communicator(Calls, SymmetricArrays):
             AgreementError: a rank could not; on all of them, and everything is as before.
             PeerTimeoutError, MismatchError, ClosedError: as every collective.
         """
+        registration: Registration | None = None
         with self._line.turn("register"):
-            return self._registry.register(target)
+            try:
+                with self._everywhere("register"):
+                    registration = self._registry.register(target)
+                self._engine.register(registration)
+            except BaseException:
+                if registration is not None:
+                    registration.deregister()
+                raise
+            return registration
 
     def explain(self, array: Any) -> tuple[Rule, ...]:
         """Every rule that decides about zero-copy for an array, and what to do. Local."""
@@ -224,8 +239,9 @@ class Communicator(Calls, SymmetricArrays):
 
     def collect(self) -> None:
         """Carry out what was deregistered, on all ranks. Collective. Errors: :meth:`register`."""
-        with self._line.turn("collect"):
+        with self._line.turn("collect"), self._everywhere("collect"):
             self._registry.collect()
+            self._engine.collect()
 
     def leases(self) -> tuple[LeaseInfo, ...]:
         """What this communicator holds for graphs that live, oldest first. Local."""
@@ -305,6 +321,8 @@ class Communicator(Calls, SymmetricArrays):
             _open.discard(self)
             with ExitStack() as stack:
                 stack.callback(self._bootstrap.close)
+                for group in self._parts.groups:
+                    stack.callback(group.close)
                 stack.callback(self._heap.close)
                 stack.callback(self._engine.close)
                 stack.callback(self._registry.close)  # waits for the device, and with it for ...
@@ -355,6 +373,13 @@ class Communicator(Calls, SymmetricArrays):
     def _part(self) -> None:
         """Let the peers know that this rank makes no further calls."""
         self._node.part()
+        if not self._parted:  # an engine that is told so may say it again
+            self._parted = True
+            self._parts.part()
+
+    def _everywhere(self, step: str) -> AbstractContextManager[None]:
+        """A block that fails on all nodes where it fails on one."""
+        return nullcontext() if self._across is None else self._across.step(step)
 
 
 def _close_all() -> None:

@@ -85,6 +85,14 @@ class Engine(Protocol):
         """
         ...
 
+    def collect(self) -> None:
+        """Carry out what was let go of outside of the node's windows. Collective.
+
+        Raises:
+            AgreementError: it failed on a rank; on all of them.
+        """
+        ...
+
     def preload(self, code: int, reduction: int) -> None:
         """Load what calls of an element type and a reduction may need. Local."""
         ...
@@ -195,3 +203,6 @@ class WithinNode:
 
     def register(self, registration: Registration) -> None:
         """Nothing: the windows of the node carry all data."""
+
+    def collect(self) -> None:
+        """Nothing: the registry does it."""

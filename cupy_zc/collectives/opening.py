@@ -26,12 +26,14 @@ from .plan import SCRATCH_BYTES
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["Options", "init_process_group", "start", "start_threads"]
+__all__ = ["WITHIN_NODE", "Options", "choose", "init_process_group", "start", "start_threads"]
 
 _log = logging.getLogger("cupy_zc")
 
-#: What a communicator can be on each driver.
-_BACKENDS = {"host": ("host",), "cuda": ("device",)}
+#: Engines whose ranks reach each other's memory.
+WITHIN_NODE = ("host", "device")
+#: What a communicator can be on each driver; the first is for the ranks of one node.
+_BACKENDS = {"host": ("host", "hierarchical"), "cuda": ("device", "nccl", "hierarchical")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Options:
 
     driver: Driver
     device: int
+    #: What was asked for, "auto" among it.
     backend: str
     timeout: float | None
     deterministic: bool
@@ -51,6 +54,8 @@ class Options:
     threads: bool = False
     #: Whether to give each rank of a node another GPU, where all have the same one and see more.
     spread: bool = False
+    #: Which engine it is, once it is known where the ranks are.
+    engine: str = ""
     #: Of the device engine, where ``bench --tune`` measures: from where algorithms take over.
     tables: Any = None
 
@@ -98,7 +103,7 @@ class Options:
             )
         device = chosen.current_device()
         return cls(
-            chosen, device, there[0], timeout, deterministic, strict, register, multicast,
+            chosen, device, backend, timeout, deterministic, strict, register, multicast,
             spread=spread,
         )  # fmt: skip
 
@@ -128,10 +133,8 @@ def _driver(driver: str | Driver | None, backend: str) -> Driver:
         return select(driver)
     if pool is not None:
         return pool.driver
-    for name, backends in _BACKENDS.items():
-        if backend in backends:
-            return select(name)
-    return select(None)
+    having = [name for name, backends in _BACKENDS.items() if backend in backends]
+    return select(having[0] if len(having) == 1 else None)
 
 
 def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> Communicator:
@@ -145,12 +148,10 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
         topology = discover(bootstrap)
         what = "(driver, backend, deterministic, register, multicast, its strictness, scratch)"
         agree_equal(bootstrap, what, options.shared)
-        if len(topology.nodes) > 1:
-            nodes = {rank: f"node {node}" for rank, node in enumerate(topology.node_of)}
-            raise Error(
-                f"rank {bootstrap.rank}: ranks on several nodes need the NCCL engine, which is not "
-                f"part of this version: {sides(nodes, 'is at')}"
-            )
+        engine = choose(options, topology)
+        options = dataclasses.replace(options, engine=engine)
+        if engine in WITHIN_NODE:  # whose ranks are on one machine, whatever nodes are pretended
+            topology = dataclasses.replace(topology, node_of=(0,) * topology.size)
         if options.spread:
             options = _spread(bootstrap, topology, options)
         with options.driver.use_device(options.device):
@@ -159,8 +160,46 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
     return made
 
 
+def choose(options: Options, topology: Topology) -> str:
+    """Which engine a communicator gets. The same on all ranks.
+
+    Args:
+        options: What was asked for.
+        topology: Where the ranks are.
+
+    Raises:
+        Error: the ranks are where no engine of the driver, or not the one that was asked for, can
+            bring them together.
+    """
+    asked, driver = options.backend, options.driver.name
+    machines = topology.machine_of or topology.node_of
+    places = {rank: f"node {node}" for rank, node in enumerate(topology.node_of)}
+    if driver == "host" and len(set(machines)) > 1:
+        raise Error(
+            f"rank {topology.rank}: the host driver brings together ranks of one machine; several "
+            f"machines need GPUs and NCCL: {sides(places, 'is at')}"
+        )
+    if asked in WITHIN_NODE and len(set(machines)) > 1:
+        raise Error(
+            f"rank {topology.rank}: backend={asked!r} is for one node, 'auto' for any: "
+            f"{sides(places, 'is at')}"
+        )
+    if asked == "hierarchical" and not topology.is_even:
+        raise Error(
+            f"rank {topology.rank}: backend='hierarchical' needs as many ranks on each node, and "
+            f"they have {', '.join(str(len(node)) for node in topology.nodes)}; 'auto' does without"
+        )
+    if asked != "auto":
+        return asked
+    if len(topology.nodes) == 1:
+        return _BACKENDS[driver][0]
+    if topology.is_even:
+        return "hierarchical"
+    return "host" if driver == "host" else "nccl"
+
+
 def _spread(bootstrap: Bootstrap, topology: Topology, options: Options) -> Options:
-    """Give each rank of a node another device, where all have the same one and see more.
+    """Give each rank of a machine another device, where all have the same one and see more.
 
     So a program that names no device runs on all of them, one a rank. The device is made current
     in this thread: what the program allocates from here on is there.
@@ -168,11 +207,12 @@ def _spread(bootstrap: Bootstrap, topology: Topology, options: Options) -> Optio
     driver = options.driver
     own = [driver.device_info(options.device).uuid.hex(), driver.device_count()]
     said = bootstrap.all_gather(json.dumps(own).encode(), tag="devices of the ranks")
-    node = [json.loads(said[rank]) for rank in topology.node_ranks]
-    least = min(count for _, count in node)
-    if len({uuid for uuid, _ in node}) > 1 or len(node) == 1 or least == 1:
+    ranks = topology.machine_ranks
+    machine = [json.loads(said[rank]) for rank in ranks]
+    least = min(count for _, count in machine)
+    if len({uuid for uuid, _ in machine}) > 1 or len(machine) == 1 or least == 1:
         return options
-    device = topology.local_rank % least
+    device = ranks.index(topology.rank) % least
     if device != options.device:
         _log.info("rank %d: device %d is made current, one a rank", bootstrap.rank, device)
         driver.make_current(device)
@@ -237,7 +277,7 @@ def init_process_group(
     Args:
         n_devices: Number of ranks.
         rank: This one. Rank 0 listens at ``host`` and ``port`` where MPI is not used.
-        backend: "auto": that of the driver. "device" on GPUs, "host" on the host driver.
+        backend: As in :meth:`Communicator.from_mpi`.
         host: Rank 0's machine; None for ``CUPYX_DISTRIBUTED_HOST``.
         port: None for ``CUPYX_DISTRIBUTED_PORT``.
         use_mpi: Whether the ranks find each other by mpi4py's ``COMM_WORLD``; ``rank`` may be

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ..driver.api import Driver, capturing
 from ..errors import ClosedError, Error, InvalidValueError, NotZeroCopyError
+from ..group import Across
 from ..registration import Registry, is_agreed
 from .call import BARRIER, Call
 from .captured import Counts, Recorder
@@ -51,6 +52,7 @@ class Line:
         threads: Whether the ranks are threads, which must not use the null stream.
         strict: Whether to refuse calls that copy.
         timeout: Seconds that another thread may be inside a call.
+        across: Ranks of other nodes, which what is captured is compared with.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Line:
         threads: bool,
         strict: bool,
         timeout: float,
+        across: Across | None = None,
     ) -> None:
         self.closed = False
         #: The process that it belongs to.
@@ -78,7 +81,9 @@ class Line:
         self._threads = threads
         self._strict = strict
         self.counts = Counts()
-        self._recorder = Recorder(checker, driver, registry, engine, self.counts, strict=strict)
+        self._recorder = Recorder(
+            checker, driver, registry, engine, self.counts, across, strict=strict
+        )
         self._timeout = timeout
         self._lock = threading.RLock()
         self._current_stream = driver.current_stream

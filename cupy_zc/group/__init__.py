@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from .across import Across
 from .agreement import Group, Transaction, agree_equal, vote
 from .bootstrap import Bootstrap
 from .bootstrap_mpi import from_mpi
@@ -20,6 +21,7 @@ from .identity import NodeIdentity, Topology, arrange, discover
 from .messages import Message, closing
 
 __all__ = [
+    "Across",
     "Bootstrap",
     "Channel",
     "Group",

@@ -1,0 +1,381 @@
+"""The hierarchical engine: ranks of several nodes, with the engine of a node and one of the rails.
+
+What a collective is made of is the matter of :mod:`.schedule`. Here it is enqueued: steps of the
+node on the user's stream, those of the rail beside them. What has no schedule is done by all ranks
+as if there were no nodes. Between nodes nothing is compared in an eager call: ranks of a node that
+call different things get a MismatchError, and so do the other nodes where their rails can tell;
+NCCL cannot, and then the deadline ends what was called.
+
+A captured call is compared between nodes, too, by whoever records it (:mod:`.captured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import cupy
+
+from ..driver.api import Driver
+from ..group import vote
+from ..registration import Probe, Registration
+from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
+from .call import BARRIER, Call, Transfer, transfer_of
+from .device_copies import Extra
+from .engine import Engine, Place
+from .level import Level
+from .local import LocalWork, Rows
+from .point_to_point import Letter
+from .schedule import schedule
+from .tiers import Tier
+
+__all__ = ["HierarchicalEngine", "Parents"]
+
+_ORDERS: tuple[Order, ...] = ("to_rails", "to_nodes", "from_rails", "from_nodes")
+
+
+class Parents:
+    """Which call of a communicator a call of the node's eager lane belongs to."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        #: Last call of the node, number of the communicator's call, and what that is.
+        self._known: list[tuple[int, int, Call]] = []
+        self._calls = 0
+
+    def add(self, call: Call, steps: int) -> None:
+        """A call of the communicator takes so many of the node."""
+        self._calls += 1
+        self._made += steps
+        self._known = [*self._known[-63:], (self._made, self._calls, call)]
+
+    def of(self, number: int) -> tuple[int, Call] | None:
+        """Number and kind of the call that the ``number``-th of the node is part of."""
+        for last, parent, call in self._known:
+            if number <= last:
+                return parent, call
+        return None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What calls of one lane need."""
+
+    rail: int
+    whole: int
+    side: Any
+    #: Two arrays of bytes, once a call needs them.
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+
+class HierarchicalEngine:
+    """Carries out checked calls of ranks on several nodes. Collective to make.
+
+    Args:
+        node: The ranks of this rank's node.
+        engine: Of those.
+        rail: The ranks with this place in their nodes, in the order of nodes.
+        whole: All ranks.
+        world: Where they are.
+        local: Work on own memory.
+        parents: Told of eager calls.
+        sizes: Thresholds.
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        node: Level,
+        engine: Engine,
+        rail: Tier,
+        whole: Tier,
+        world: World,
+        local: LocalWork,
+        parents: Parents,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self.multicast_probe: Probe | None = engine.multicast_probe
+        self.prove_multicast = engine.prove_multicast
+        self._node, self._engine = node, engine
+        self._rail, self._whole = rail, whole
+        self._world, self._sizes = world, sizes or Sizes()
+        self._local = local
+        self._driver: Driver = node.registry.driver
+        self._parents = parents
+        self._extra = Extra(self._driver)
+        self._one_row = local.prepare(Rows(((0, 0),)))
+        self._last: Transfer | None = None
+        self._flat = False
+        self._tables = {name: local.prepare(Rows(world.order(name))) for name in _ORDERS}
+        self._lanes = {0: _Lane(0, 0, self._driver.make_stream(non_blocking=True))}
+        self._make_scratch(0)
+
+    # Set-up
+
+    def connect(self) -> None:
+        """Connect the rails and all ranks. Collective."""
+        self._on_all("connect the nodes", self._connect)
+
+    def _connect(self) -> None:
+        self._engine.connect()
+        self._rail.engine.connect()
+        self._whole.engine.connect()
+
+    def _on_all(self, step: str, do: Callable[[], None]) -> None:
+        """Something that tiers do, and the ranks of the node learn whether it worked for all."""
+        failure: Exception | None = None
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001 - the vote raises it on every rank
+            failure = error
+        vote(self._node.talk, step, failure, timeout=self._node.registry.timeout)
+
+    def register(self, registration: Registration) -> None:
+        """Let the rails, and all ranks, know the segments, too. Collective."""
+        self._on_all("register between nodes", lambda: self._register(registration))
+
+    def _register(self, registration: Registration) -> None:
+        self._rail.register(registration)
+        self._whole.register(registration)
+
+    def collect(self) -> None:
+        """Carry out what was let go of, on the tiers. Collective."""
+        self._on_all("collect between nodes", self._collect)
+
+    def _collect(self) -> None:
+        self._rail.collect()
+        self._whole.collect()
+
+    def preload(self, code: int, reduction: int) -> None:
+        """Load what calls of an element type and a reduction may need. Local."""
+        for engine in self._engines:
+            engine.preload(code, reduction)
+        self._local.preload([code])
+
+    @property
+    def _engines(self) -> tuple[Engine, Engine, Engine]:
+        return self._engine, self._rail.engine, self._whole.engine
+
+    # What it did, and what went wrong
+
+    def last(self, *, ended: bool) -> Transfer | None:
+        """What the last call did; of a point-to-point call, what the ranks did at once."""
+        return self._whole.engine.last(ended=ended) if self._flat else self._last
+
+    def check(self, call: object) -> None:
+        """Raise what went wrong in a call that ran, of the node or between nodes."""
+        for engine in self._engines:
+            engine.check(call)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Make no further calls, on any tier."""
+        first = self._engine.fail(error)
+        for engine in self._engines[1:]:
+            engine.fail(first)
+        return first
+
+    def wait(self, point: Any) -> None:
+        """Wait behind calls of this engine. What is between nodes ends by itself in time."""
+        self._engine.wait(point)
+
+    def decline(self) -> None:
+        """Tell peers of the node that this rank captures."""
+        self._engine.decline()
+
+    def invalidate(self) -> None:
+        """Make every replay of a graph do nothing from now on."""
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.callback(engine.invalidate)
+
+    def part(self) -> None:
+        """Let the ranks of other nodes know that this one makes no further calls."""
+        self._rail.part()
+        self._whole.part()
+
+    def close(self) -> None:
+        """Give back what there is. Local."""
+        with ExitStack() as stack:
+            stack.callback(self._engine.close)
+            stack.callback(self._extra.close)
+            stack.callback(self._local.close)
+            stack.callback(self._rail.close)
+            stack.callback(self._whole.close)
+            self._lanes.clear()
+
+    # Lanes
+
+    def open_lane(self) -> int:
+        """A lane for a graph. Collective."""
+        lane = self._engine.open_lane()
+        mine = self._lanes.get(lane)
+        scratch = {} if mine is None else mine.scratch
+        try:
+            self._on_all("open a lane between nodes", lambda: self._open_tiers(lane, scratch))
+        except BaseException:
+            self._node.registry.lanes.give_up(lane)
+            raise
+        return lane
+
+    def _open_tiers(self, lane: int, scratch: dict[str, Any]) -> None:
+        side = self._driver.make_stream(non_blocking=True)
+        self._lanes[lane] = _Lane(self._rail.open_lane(), self._whole.open_lane(), side, scratch)
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Give each tier, and the node, what steps of a call need. Collective."""
+        mine, plan = self._lanes[lane], self._schedule(call)
+        if plan is None:
+            self._whole.fit_lane(mine.whole, call)
+            return
+        if plan.scratch and not mine.scratch:
+            self._make_scratch(lane)
+        for step, part in self._steps(plan, call, self._arrays(plan, call, mine, None)):
+            if step.who == "node":
+                self._engine.fit_lane(lane, part, staging)
+            else:
+                self._rail.fit_lane(mine.rail, part)
+
+    def _make_scratch(self, lane: int) -> None:
+        for name in ("first", "second"):
+            memory = self._node.heap.reserve(self._sizes.scratch)
+            pointer = cupy.cuda.MemoryPointer(memory, 0)
+            self._lanes[lane].scratch[name] = cupy.ndarray(self._sizes.scratch, "u1", pointer)
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane on this rank, those of the tiers included."""
+        mine = self._lanes[lane]
+        own: int = sum(array.nbytes for array in mine.scratch.values())
+        rails = self._rail.lane_bytes(mine.rail) + self._whole.lane_bytes(mine.whole)
+        return self._engine.lane_bytes(lane) + own + rails
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        mine = self._lanes[lane]
+        self._rail.close_lane(mine.rail)
+        self._whole.close_lane(mine.whole)
+        self._engine.close_lane(lane)
+
+    # A call
+
+    def _schedule(self, call: Call) -> Schedule | None:
+        shape = Shape(
+            call.operation, call.columns, call.dtype.itemsize, call.reduction,
+            call.dtype.kind in "iu", call.root, call.in_place,
+        )  # fmt: skip
+        return schedule(shape, self._world, self._sizes)
+
+    def places(self, work: Call | Letter) -> tuple[Place, ...]:
+        """Where the user's arrays are, as far as other ranks touch them. Local."""
+        plan = None if isinstance(work, Letter) else self._schedule(work)
+        if plan is None or isinstance(work, Letter):
+            return self._whole.engine.places(work)
+        places: dict[Place, None] = {}
+        if work.clash:
+            places[Place(-1, 0, work.clash, None)] = None
+        for step, part in self._steps(plan, work, self._arrays(plan, work, self._lanes[0], None)):
+            engine = self._engine if step.who == "node" else self._rail.engine
+            places.update(dict.fromkeys(place for place in engine.places(part) if place.reason))
+        return tuple(places)
+
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
+        """Put a call at the end of a stream, and parts of it beside that."""
+        try:
+            if work is BARRIER:
+                self._barrier(stream)
+                return
+            plan = None if isinstance(work, Letter) else self._schedule(work)
+            self._flat = plan is None
+            if plan is None or isinstance(work, Letter):
+                self._enqueue_flat(work, stream, lane)
+            else:
+                self._enqueue(plan, work, stream, lane)
+        except BaseException as error:
+            if not lane:  # other nodes are in this call
+                self.fail(error)
+            raise
+
+    def _enqueue_flat(self, work: Call | Letter, stream: Any, lane: int) -> None:
+        """All ranks at once."""
+        if not lane and isinstance(work, Call):
+            self._parents.add(work, 0)
+            self._whole.enter([work])
+        self._whole.engine.enqueue(work, stream, self._lanes[lane].whole)
+
+    def _barrier(self, stream: Any) -> None:
+        """All nodes have come when all rails have, between two meetings of the node."""
+        self._parents.add(BARRIER, 2)
+        self._engine.enqueue(BARRIER, stream)
+        self._rail.engine.enqueue(BARRIER, stream)
+        self._engine.enqueue(BARRIER, stream)
+
+    def _enqueue(self, plan: Schedule, call: Call, stream: Any, lane: int) -> None:
+        mine = self._lanes[lane]
+        reasons = [place.reason for place in self.places(call) if place.reason]
+        self._last = transfer_of(call, self.name, self._world.size, reasons, staged=bool(reasons))
+        arrays = self._arrays(plan, call, mine, stream)
+        steps = dict(self._steps(plan, call, arrays))
+        if not lane:
+            self._parents.add(call, sum(step.who == "node" for step in steps))
+            self._rail.enter(part for step, part in steps.items() if step.who == "rail")
+        for act in plan.acts:
+            if isinstance(act, Follow):
+                first, then = (stream, mine.side) if act.side else (mine.side, stream)
+                self._driver.follow(then, first)
+            elif isinstance(act, Copy):
+                self._sort(act, call, arrays, stream)
+            elif isinstance(act, Divide):
+                array = _view(arrays, act.span, call)
+                on = mine.side if act.side else stream
+                self._local.divide(array.data.ptr, array.size, call.code, act.by, on)
+            elif act.who == "node":
+                self._engine.enqueue(steps[act], stream, lane)
+            else:
+                on = mine.side if act.side else stream
+                self._rail.engine.enqueue(steps[act], on, mine.rail)
+
+    def _sort(self, act: Copy, call: Call, arrays: Mapping[str, Any], stream: Any) -> None:
+        width = act.columns * call.dtype.itemsize
+        source, target = arrays[act.source].data.ptr, arrays[act.target].data.ptr
+        table = self._tables[act.order]
+        self._local.copy_rows(table, target, width, source, width, width, stream)
+
+    def _arrays(self, plan: Schedule, call: Call, lane: _Lane, stream: Any) -> dict[str, Any]:
+        """By name of a buffer; with memory for this call alone where a stream is given."""
+        arrays = {"input": call.input, "output": call.output, **lane.scratch}
+        if stream is None:  # nobody looks into it
+            return {**arrays, "extra": self._lanes[0].scratch["first"]}
+        if plan.extra:
+            arrays["extra"] = self._extra.empty(plan.extra, stream)
+        if call.clash:
+            copy = self._extra.empty(call.input.nbytes, stream)
+            size, at = call.input.nbytes, call.input.data.ptr
+            self._local.copy_rows(self._one_row, copy.data.ptr, size, at, size, size, stream)
+            arrays["input"] = copy
+        return arrays
+
+    @staticmethod
+    def _steps(
+        plan: Schedule, call: Call, arrays: Mapping[str, Any]
+    ) -> Iterator[tuple[Step, Call]]:
+        """The collectives of a schedule."""
+        for act in plan.acts:
+            if isinstance(act, Step):
+                given = None if act.source is None else _view(arrays, act.source, call)
+                taken = None if act.target is None else _view(arrays, act.target, call)
+                yield act, call._replace(
+                    operation=act.operation, reduction=act.reduction, root=act.root,
+                    columns=act.columns, fortran=0, input=given, output=taken,
+                    in_place=act.in_place, clash="",
+                )  # fmt: skip
+
+    def repeat(self) -> None:
+        """None: the parts are made anew each time."""
+
+
+def _view(arrays: Mapping[str, Any], span: Span, call: Call) -> cupy.ndarray:
+    """Elements of a buffer as an array."""
+    at = arrays[span.buffer].data + span.start * call.dtype.itemsize
+    return cupy.ndarray((span.length,), call.dtype, at)

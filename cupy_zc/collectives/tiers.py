@@ -1,0 +1,130 @@
+"""What a hierarchical collective uses beside its node: a rail, or all ranks at once.
+
+A tier is an engine with what it takes to use it from another one: its own registrations and lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Protocol
+
+from ..registration import Choice, Registration, pin
+from .call import BARRIER, Call
+from .engine import Engine
+from .level import Level
+
+__all__ = ["HostTier", "Tier"]
+
+
+class Tier(Protocol):
+    """Ranks of several nodes. Everything but what says so is collective among them."""
+
+    engine: Engine
+
+    def enter(self, calls: Iterable[Call]) -> None:
+        """Eager calls are about to be enqueued, by all ranks of the tier."""
+        ...
+
+    def register(self, registration: Registration) -> None:
+        """As :meth:`Engine.register`, without a word to the node."""
+        ...
+
+    def collect(self) -> None:
+        """Carry out what was let go of."""
+        ...
+
+    def open_lane(self) -> int:
+        """A lane for a graph."""
+        ...
+
+    def fit_lane(self, lane: int, call: Call) -> None:
+        """Give it what a call needs that is about to be recorded."""
+        ...
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane on this rank. Local."""
+        ...
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank. Local, from any thread."""
+        ...
+
+    def part(self) -> None:
+        """Let the others know that this rank makes no further calls. Local."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Local; work enqueued has ended before."""
+        ...
+
+
+class HostTier:
+    """Ranks on pretend nodes of one machine, which reach each other's memory after all.
+
+    Args:
+        level: What they share.
+        engine: Theirs.
+        automatic: Whether what its calls touch is registered at agreed call numbers.
+    """
+
+    def __init__(self, level: Level, engine: Engine, *, automatic: bool) -> None:
+        self.engine = engine
+        self._level = level
+        self._registry = level.registry
+        self._automatic = automatic
+        self._numbered = 0
+
+    def enter(self, calls: Iterable[Call]) -> None:
+        """Count, and register at agreed numbers, as a communicator does."""
+        if not self._automatic:
+            return
+        for call in calls:
+            for place in self.engine.places(call):
+                if place.segment is not None:
+                    self._registry.touched(place.segment)
+            if call is not BARRIER:
+                self._numbered += 1
+                self._registry.at_call(self._numbered)
+
+    def register(self, registration: Registration) -> None:
+        """Let the ranks of the tier reach the segments as well."""
+        segments = pin(registration.segments)
+        try:
+            self._registry.agree("register on the tier", lambda: Choice(segments, registration))
+        except BaseException:
+            self._registry.let_go(registration, segments)
+            raise
+        registration.at_end(lambda: self._registry.let_go(registration, segments))
+
+    def collect(self) -> None:
+        """Carry out what was let go of."""
+        self._registry.collect("collect on the tier")
+
+    def open_lane(self) -> int:
+        """A lane for a graph, one that was given back if there is one."""
+        self._registry.collect("open a lane of the tier")
+        return self.engine.open_lane()
+
+    def fit_lane(self, lane: int, call: Call) -> None:
+        """Scratch: leases register with the node only."""
+        self.engine.fit_lane(lane, call, staging=True)
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes of a lane."""
+        return self.engine.lane_bytes(lane)
+
+    def close_lane(self, lane: int) -> None:
+        """To be given again when all ranks of the tier have said so."""
+        self.engine.close_lane(lane)
+
+    def part(self) -> None:
+        """Close the channels."""
+        self._level.part()
+
+    def close(self) -> None:
+        """In the order of a communicator."""
+        with ExitStack() as stack:
+            stack.callback(self._level.heap.close)
+            stack.callback(self.engine.close)
+            stack.callback(self._registry.close)

@@ -1,0 +1,63 @@
+"""How a step went on the other nodes: the ranks of a node know of their own only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ..errors import Error
+from .agreement import agree_equal, vote
+from .bootstrap import Bootstrap
+
+__all__ = ["Across"]
+
+
+class Across:
+    """Ranks, one of each node at least, that tell each other how a step of their nodes went.
+
+    The ranks of a node agree among themselves before, so that all of them bring the same outcome.
+    Where nodes have as many ranks each, those of equal place in them do: that many small groups.
+
+    Args:
+        group: Those ranks; stays the caller's.
+        ranks: Their numbers in the communicator, for errors.
+        timeout: Seconds to wait for them.
+    """
+
+    def __init__(self, group: Bootstrap, ranks: Sequence[int], timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self._group = group
+        self._timeout = timeout
+
+    def all_gather(
+        self, payload: bytes, *, tag: str = "", timeout: float | None = None
+    ) -> list[bytes]:
+        """As :class:`~cupy_zc.group.agreement.Group` says."""
+        return self._group.all_gather(payload, tag=tag, timeout=timeout)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A block that the ranks of a node leave alike, and so do those of all nodes. Collective.
+
+        Args:
+            name: What is done in it.
+
+        Raises:
+            AgreementError: it failed on another node. What this one did stands, and is the
+                caller's to undo.
+        """
+        try:
+            yield
+        except Error as error:
+            with suppress(Error):  # what is wrong here goes on; this only lets the others know
+                vote(self, name, error, timeout=self._timeout)
+            raise
+        vote(self, name, timeout=self._timeout)
+
+    def compare(self, what: str, value: str) -> None:
+        """Check that all nodes hold the same value. Collective.
+
+        Raises:
+            MismatchError: they do not; on all of them.
+        """
+        agree_equal(self, what, value, timeout=self._timeout)
