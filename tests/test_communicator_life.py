@@ -321,14 +321,6 @@ def test_ranks_that_choose_differently_all_get_a_mismatch() -> None:
     assert "'manual'" in texts[0]
 
 
-def test_ranks_on_several_nodes_are_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy_zc.group import NodeIdentity
-
-    monkeypatch.setattr(NodeIdentity, "here", classmethod(lambda _: NodeIdentity("boot", (1,), 2)))
-    with pytest.raises(Error, match=r"ranks 0, 1 are at node 0; rank 2 is at node 1"):
-        Communicator.in_process(3, driver="host")
-
-
 def test_ranks_may_be_on_devices_of_their_own() -> None:
     driver = HostDriver(granularity=1 << 12, devices=2, memory=1 << 28)
     with work.communicators(2, driver=driver, devices=[1, 0]) as comms:

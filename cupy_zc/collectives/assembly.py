@@ -126,10 +126,10 @@ class _Several:
         rail = self.tier(rail_ranks, f" of rail {topology.local_rank}")
         whole = self.tier(self.bootstrap, "")
         local = local_work(self.options.driver, self.options.device)
-        made = HierarchicalEngine(node, engine, rail, whole, world, local, parents)
-        self.stack.callback(made.close)
         rail_of = [members[topology.local_rank] for members in topology.nodes]
         across = Across(rail_ranks, rail_of, self.options.wait)
+        made = HierarchicalEngine(node, engine, rail, whole, across, world, local, parents)
+        self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))
 
     def tier(self, group: Bootstrap, name: str) -> Tier:

@@ -12,7 +12,7 @@ Point-to-point calls are recorded without a word to the peers, who may do theirs
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from ..driver.api import Driver
@@ -106,8 +106,9 @@ class Recorder:
     def _collective(self, call: Call, stream: Any) -> None:
         arrays = [each for each in (call.input, call.output) if each is not None]
         with self._leased(stream, call) as bid:
-            said = self._agree(call, arrays, bid)
-            staging = self._staging(call, said)
+            with self._everywhere(call):
+                said = self._agree(call, arrays, bid)
+                staging = self._staging(call, said)
             lease = bid.lease
             self._note_counterparts(lease, said)
             if lease.lane is None:
@@ -166,13 +167,13 @@ class Recorder:
                 bid.interrupted = eager[0][-1]
             _compare(said)
 
-        if self._across is None:
-            return self._registry.agree(TAG, choose, check)
-        with self._across.step(TAG):
-            said = self._registry.agree(TAG, choose, check)
-        mine = said[self._registry.channel.rank]
-        self._across.compare(f"what is captured, {call}", repr(mine.call[:_EQUAL]))
-        return said
+        return self._registry.agree(TAG, choose, check)
+
+    def _everywhere(self, call: Call) -> AbstractContextManager[None]:
+        """A block that fails on all nodes where it fails on one, or where they capture others."""
+        return (
+            nullcontext() if self._across is None else self._across.step(f"capture {_said(call)}")
+        )
 
     def answer(self, awaited: Collection[int], number: int, call: Call) -> None:
         """Tell ranks that wait in :meth:`record` for this one, which is in an eager call.
@@ -187,13 +188,7 @@ class Recorder:
         waiting = self._registry.channel.waiting(TAG)
         words = [News.from_bytes(said).call for rank, said in waiting.items() if rank in awaited]
         if any(len(word) > _AFTER and word[_AFTER] < number for word in words):
-            word = (
-                describe(
-                    call.operation, DTYPES[call.code], call.reduction, call.root, call.columns,
-                    call.fortran,
-                ),
-                call.operation is not Operation.BARRIER,
-            )  # fmt: skip
+            word = (_said(call), call.operation is not Operation.BARRIER)
             with suppress(MismatchError):  # which the eager call raises by itself
                 self._registry.agree(TAG, lambda: Choice(call=word), _compare)
 
@@ -302,6 +297,13 @@ def _compare(said: Mapping[int, News]) -> None:
     if len(set(calls.values())) > 1:
         shown = {rank: _show(*call) for rank, call in calls.items()}
         raise MismatchError(f"the ranks do not capture the same call: {sides(shown, 'is at')}")
+
+
+def _said(call: Call) -> str:
+    """A call in words."""
+    return describe(
+        call.operation, DTYPES[call.code], call.reduction, call.root, call.columns, call.fortran
+    )
 
 
 def _show(first: Any, *rest: int) -> str:

@@ -11,7 +11,7 @@ A captured call is compared between nodes, too, by whoever records it (:mod:`.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import cupy
 
 from ..driver.api import Driver
-from ..group import vote
+from ..group import Across, vote
 from ..registration import Probe, Registration
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
 from .call import BARRIER, Call, Transfer, transfer_of
@@ -78,6 +78,7 @@ class HierarchicalEngine:
         engine: Of those.
         rail: The ranks with this place in their nodes, in the order of nodes.
         whole: All ranks.
+        across: Tells other nodes how a step went.
         world: Where they are.
         local: Work on own memory.
         parents: Told of eager calls.
@@ -92,6 +93,7 @@ class HierarchicalEngine:
         engine: Engine,
         rail: Tier,
         whole: Tier,
+        across: Across,
         world: World,
         local: LocalWork,
         parents: Parents,
@@ -100,7 +102,7 @@ class HierarchicalEngine:
         self.multicast_probe: Probe | None = engine.multicast_probe
         self.prove_multicast = engine.prove_multicast
         self._node, self._engine = node, engine
-        self._rail, self._whole = rail, whole
+        self._rail, self._whole, self._across = rail, whole, across
         self._world, self._sizes = world, sizes or Sizes()
         self._local = local
         self._driver: Driver = node.registry.driver
@@ -210,33 +212,48 @@ class HierarchicalEngine:
 
     def open_lane(self) -> int:
         """A lane for a graph. Collective."""
-        lane = self._engine.open_lane()
-        mine = self._lanes.get(lane)
-        scratch = {} if mine is None else mine.scratch
+        lanes: list[int] = []
         try:
-            self._on_all("open a lane between nodes", lambda: self._open_tiers(lane, scratch))
+            with self._across.step("open a lane"):
+                lanes.append(self._engine.open_lane())
+            self._on_all("open a lane between nodes", lambda: self._open_tiers(lanes[0]))
         except BaseException:
-            self._node.registry.lanes.give_up(lane)
+            for lane in lanes:
+                self._node.registry.lanes.give_up(lane)
             raise
-        return lane
+        return lanes[0]
 
-    def _open_tiers(self, lane: int, scratch: dict[str, Any]) -> None:
+    def _open_tiers(self, lane: int) -> None:
         side = self._driver.make_stream(non_blocking=True)
-        self._lanes[lane] = _Lane(self._rail.open_lane(), self._whole.open_lane(), side, scratch)
+        before = self._lanes.get(lane)
+        rail = self._rail.open_lane()
+        try:
+            whole = self._whole.open_lane()
+        except BaseException:  # on all ranks
+            self._rail.close_lane(rail)
+            raise
+        scratch = {} if before is None else before.scratch
+        self._lanes[lane] = _Lane(rail, whole, side, scratch)
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""
         mine, plan = self._lanes[lane], self._schedule(call)
         if plan is None:
-            self._whole.fit_lane(mine.whole, call)
+            self._on_all("fit a lane", lambda: self._whole.fit_lane(mine.whole, call))
             return
-        if plan.scratch and not mine.scratch:
-            self._make_scratch(lane)
-        for step, part in self._steps(plan, call, self._arrays(plan, call, mine, None)):
-            if step.who == "node":
-                self._engine.fit_lane(lane, part, staging)
-            else:
-                self._rail.fit_lane(mine.rail, part)
+        with self._across.step("fit a lane"):
+            if plan.scratch and not mine.scratch:
+                self._make_scratch(lane)
+            steps = list(self._steps(plan, call, self._arrays(plan, call, mine, None)))
+            for step, part in steps:
+                if step.who == "node":
+                    self._engine.fit_lane(lane, part, staging)
+        rails = [part for step, part in steps if step.who == "rail"]
+        self._on_all("fit a lane of the rail", lambda: self._fit_rail(mine.rail, rails))
+
+    def _fit_rail(self, lane: int, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._rail.fit_lane(lane, call)
 
     def _make_scratch(self, lane: int) -> None:
         for name in ("first", "second"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -20,13 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["SymmetricArrays"]
 
 
-class SymmetricArrays:
+class SymmetricArrays(ABC):
     """The part of a communicator that makes arrays."""
 
     _checker: Checker
     _driver: Driver
     _heap: SymmetricHeap
     _line: Line
+
+    @abstractmethod
+    def _everywhere(self, step: str) -> AbstractContextManager[None]:
+        """A block that fails on all nodes where it fails on one."""
 
     def empty(self, shape: Any, dtype: Any = float, order: str = "C") -> cupy.ndarray:
         """An array at the same offset on every rank, registered by nature. Collective.
@@ -63,7 +69,7 @@ class SymmetricArrays:
         if order not in ("C", "F"):
             raise InvalidValueError(self._checker.name(call), "order", order, "'C' or 'F'")
         kind = np.dtype(dtype)
-        with self._line.turn(call):
+        with self._line.turn(call), self._everywhere(call):
             nbytes = math.prod(lengths) * kind.itemsize
             memory = self._heap.allocate(nbytes, f"Communicator.{call}")
             return cupy.ndarray(lengths, kind, memory, order=order)

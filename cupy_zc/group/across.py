@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ..errors import Error
-from .agreement import agree_equal, vote
+from .agreement import vote
 from .bootstrap import Bootstrap
 
 __all__ = ["Across"]
@@ -43,8 +43,9 @@ class Across:
             name: What is done in it.
 
         Raises:
-            AgreementError: it failed on another node. What this one did stands, and is the
-                caller's to undo.
+            AgreementError: it failed on another node.
+            MismatchError: another node does something else, by name. In either case what this one
+                did stands, and is the caller's to undo.
         """
         try:
             yield
@@ -53,11 +54,3 @@ class Across:
                 vote(self, name, error, timeout=self._timeout)
             raise
         vote(self, name, timeout=self._timeout)
-
-    def compare(self, what: str, value: str) -> None:
-        """Check that all nodes hold the same value. Collective.
-
-        Raises:
-            MismatchError: they do not; on all of them.
-        """
-        agree_equal(self, what, value, timeout=self._timeout)
