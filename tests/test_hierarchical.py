@@ -252,9 +252,12 @@ def test_a_rank_that_leaves_is_missed_on_every_node() -> None:
             if comm.rank == 3:
                 comm.close()
                 return
-            with pytest.raises((PeerTimeoutError, ClosedError)):
+            with pytest.raises((PeerTimeoutError, ClosedError)) as caught:
                 for _ in range(100):
                     comm.all_reduce(array, array)
+            if comm.rank == 2:  # which shares the node of the one that left
+                assert caught.value.ranks == (3,)
+                assert "numbers of node 1; in the communicator 0 is 2, 1 is 3" in str(caught.value)
 
         work.run(comms, body)
 

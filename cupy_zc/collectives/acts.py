@@ -93,9 +93,11 @@ class Sizes:
     scratch: int = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """Where a rank is among nodes of equal size."""
+    """Where a rank is among nodes of equal size. A communicator has one, so it equals itself only:
+    schedules are looked up by it in every call, and it has thousands of ranks.
+    """
 
     nodes: int
     #: Ranks of a node.

@@ -12,10 +12,11 @@ from .acts import World
 from .call import Call
 from .checks import Checker
 from .engine import Engine
-from .hierarchical import HierarchicalEngine, Parents
+from .hierarchical import HierarchicalEngine
 from .level import Level
 from .local import local_work
 from .opening import WITHIN_NODE, Options
+from .parents import Parents
 from .tiers import HostTier, Tier
 
 __all__ = ["Parts", "assemble"]
@@ -110,10 +111,9 @@ class _Several:
             len(topology.nodes), topology.local_size, topology.node, topology.local_rank,
             topology.nodes,
         )  # fmt: skip
-        ranks = ", ".join(map(str, topology.node_ranks))
         node_ranks = self.part_of(topology.node, topology.local_rank)
         rail_ranks = self.part_of(topology.local_rank, topology.node)
-        node = self.level(node_ranks, f" of node {topology.node}, ranks {ranks}")
+        node = self.level(node_ranks, f" of node {topology.node}")
         parents = Parents()
 
         def asked(awaited: Collection[int], number: int, _: Call) -> None:
@@ -127,7 +127,8 @@ class _Several:
         whole = self.tier(self.bootstrap, "")
         local = local_work(self.options.driver, self.options.device)
         rail_of = [members[topology.local_rank] for members in topology.nodes]
-        across = Across(rail_ranks, rail_of, self.options.wait)
+        name = f"node {topology.node}"
+        across = Across(rail_ranks, rail_of, self.options.wait, name, topology.node_ranks)
         made = HierarchicalEngine(node, engine, rail, whole, across, world, local, parents)
         self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))

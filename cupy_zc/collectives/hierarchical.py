@@ -12,7 +12,7 @@ A captured call is compared between nodes, too, by whoever records it (:mod:`.ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import cupy
 
 from ..driver.api import Driver
 from ..group import Across, vote
+from ..group.naming import numbered
 from ..registration import Probe, Registration
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
 from .call import BARRIER, Call, Transfer, transfer_of
@@ -27,36 +28,14 @@ from .device_copies import Extra
 from .engine import Engine, Place
 from .level import Level
 from .local import LocalWork, Rows
+from .parents import Parents
 from .point_to_point import Letter
 from .schedule import schedule
 from .tiers import Tier
 
-__all__ = ["HierarchicalEngine", "Parents"]
+__all__ = ["HierarchicalEngine"]
 
 _ORDERS: tuple[Order, ...] = ("to_rails", "to_nodes", "from_rails", "from_nodes")
-
-
-class Parents:
-    """Which call of a communicator a call of the node's eager lane belongs to."""
-
-    def __init__(self) -> None:
-        self._made = 0
-        #: Last call of the node, number of the communicator's call, and what that is.
-        self._known: list[tuple[int, int, Call]] = []
-        self._calls = 0
-
-    def add(self, call: Call, steps: int) -> None:
-        """A call of the communicator takes so many of the node."""
-        self._calls += 1
-        self._made += steps
-        self._known = [*self._known[-63:], (self._made, self._calls, call)]
-
-    def of(self, number: int) -> tuple[int, Call] | None:
-        """Number and kind of the call that the ``number``-th of the node is part of."""
-        for last, parent, call in self._known:
-            if number <= last:
-                return parent, call
-        return None
 
 
 @dataclass(slots=True)
@@ -105,6 +84,12 @@ class HierarchicalEngine:
         self._rail, self._whole, self._across = rail, whole, across
         self._world, self._sizes = world, sizes or Sizes()
         self._local = local
+        rail_ranks = tuple(ranks[world.local] for ranks in world.ranks)
+        #: Blocks whose errors have the numbers of these ranks.
+        self._named: dict[str, Callable[[], AbstractContextManager[None]]] = {
+            "node": across.named,
+            "rail": lambda: numbered(f"rail {world.local}", rail_ranks),
+        }
         self._driver: Driver = node.registry.driver
         self._parents = parents
         self._extra = Extra(self._driver)
@@ -169,8 +154,11 @@ class HierarchicalEngine:
 
     def check(self, call: object) -> None:
         """Raise what went wrong in a call that ran, of the node or between nodes."""
-        for engine in self._engines:
-            engine.check(call)
+        with self._named["node"]():
+            self._engine.check(call)
+        with self._named["rail"]():
+            self._rail.engine.check(call)
+        self._whole.engine.check(call)
 
     def fail(self, error: BaseException) -> BaseException:
         """Make no further calls, on any tier."""
@@ -181,7 +169,8 @@ class HierarchicalEngine:
 
     def wait(self, point: Any) -> None:
         """Wait behind calls of this engine. What is between nodes ends by itself in time."""
-        self._engine.wait(point)
+        with self._named["node"]():
+            self._engine.wait(point)
 
     def decline(self) -> None:
         """Tell peers of the node that this rank captures."""
@@ -324,9 +313,11 @@ class HierarchicalEngine:
     def _barrier(self, stream: Any) -> None:
         """All nodes have come when all rails have, between two meetings of the node."""
         self._parents.add(BARRIER, 2)
-        self._engine.enqueue(BARRIER, stream)
-        self._rail.engine.enqueue(BARRIER, stream)
-        self._engine.enqueue(BARRIER, stream)
+        for who, engine in (
+            ("node", self._engine), ("rail", self._rail.engine), ("node", self._engine),
+        ):  # fmt: skip
+            with self._named[who]():
+                engine.enqueue(BARRIER, stream)
 
     def _enqueue(self, plan: Schedule, call: Call, stream: Any, lane: int) -> None:
         mine = self._lanes[lane]
@@ -347,11 +338,13 @@ class HierarchicalEngine:
                 array = _view(arrays, act.span, call)
                 on = mine.side if act.side else stream
                 self._local.divide(array.data.ptr, array.size, call.code, act.by, on)
-            elif act.who == "node":
-                self._engine.enqueue(steps[act], stream, lane)
             else:
                 on = mine.side if act.side else stream
-                self._rail.engine.enqueue(steps[act], on, mine.rail)
+                engine, number = (
+                    (self._engine, lane) if act.who == "node" else (self._rail.engine, mine.rail)
+                )
+                with self._named[act.who]():
+                    engine.enqueue(steps[act], on, number)
 
     def _sort(self, act: Copy, call: Call, arrays: Mapping[str, Any], stream: Any) -> None:
         width = act.columns * call.dtype.itemsize

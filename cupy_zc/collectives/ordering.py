@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from ..driver.api import Driver, capturing
@@ -85,6 +85,8 @@ class Line:
             checker, driver, registry, engine, self.counts, across, strict=strict
         )
         self._timeout = timeout
+        self._named: Callable[[], AbstractContextManager[None]]
+        self._named = nullcontext if across is None else across.named
         self._lock = threading.RLock()
         self._current_stream = driver.current_stream
         self._current_device = driver.current_device
@@ -116,7 +118,8 @@ class Line:
         if isinstance(work, Call):
             numbered = self._automatic and work is not BARRIER
             if numbered:
-                self._registry.at_call(self.counts.numbered + 1)
+                with self._named():
+                    self._registry.at_call(self.counts.numbered + 1)
             self.counts.add(numbered)  # a call that ranks disagree on there has no number
         self._follow(stream)
         try:

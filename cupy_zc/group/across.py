@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from ..errors import Error
 from .agreement import vote
 from .bootstrap import Bootstrap
+from .naming import numbered
 
 __all__ = ["Across"]
 
@@ -22,12 +23,26 @@ class Across:
         group: Those ranks; stays the caller's.
         ranks: Their numbers in the communicator, for errors.
         timeout: Seconds to wait for them.
+        node: Name of this rank's node.
+        node_ranks: The numbers of its ranks in the communicator.
     """
 
-    def __init__(self, group: Bootstrap, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        group: Bootstrap,
+        ranks: Sequence[int],
+        timeout: float,
+        node: str,
+        node_ranks: Sequence[int],
+    ) -> None:
         self.ranks = tuple(ranks)
         self._group = group
         self._timeout = timeout
+        self._node, self._node_ranks = node, tuple(node_ranks)
+
+    def named(self) -> AbstractContextManager[None]:
+        """A block of what the ranks of the node do, whose errors say which ranks those are."""
+        return numbered(self._node, self._node_ranks)
 
     def all_gather(
         self, payload: bytes, *, tag: str = "", timeout: float | None = None
@@ -48,7 +63,8 @@ class Across:
                 did stands, and is the caller's to undo.
         """
         try:
-            yield
+            with self.named():
+                yield
         except Error as error:
             with suppress(Error):  # what is wrong here goes on; this only lets the others know
                 vote(self, name, error, timeout=self._timeout)

@@ -104,10 +104,10 @@ class Topology:
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, ascending."""
-        return tuple(
-            tuple(rank for rank in range(self.size) if self.node_of[rank] == node)
-            for node in range(max(self.node_of) + 1)
-        )
+        found: list[list[int]] = [[] for _ in range(max(self.node_of) + 1)]
+        for rank, node in enumerate(self.node_of):
+            found[node].append(rank)
+        return tuple(map(tuple, found))
 
     @property
     def node_ranks(self) -> tuple[int, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-__all__ = ["name_ranks", "shorten", "sides"]
+from ..errors import AgreementError, MismatchError, PeerTimeoutError
+
+__all__ = ["name_ranks", "numbered", "shorten", "sides"]
 
 _MOST_NAMED = 16
 _LONGEST = 200
@@ -42,3 +45,28 @@ def sides(values: Mapping[int, str], verb: str = "has") -> str:
         f"{name_ranks(ranks)} {verb if len(ranks) == 1 else plural} {shorten(value)}"
         for value, ranks in holders.items()
     )
+
+
+@contextmanager
+def numbered(group: str, ranks: Sequence[int]) -> Iterator[None]:
+    """A block in which errors number the ranks of a group; outside they say what ranks those are.
+
+    Args:
+        group: What it is, such as ``"node 1"``.
+        ranks: The numbers that its ranks have in the communicator.
+    """
+    try:
+        yield
+    except (AgreementError, MismatchError, PeerTimeoutError) as error:
+        if ranks != tuple(range(len(ranks))) and not hasattr(error, "group"):
+            error.__dict__["group"] = group
+            named = ", ".join(f"{local} is {rank}" for local, rank in enumerate(ranks))
+            error.args = (
+                f"{error} (numbers of {group}; in the communicator {named})",
+                *error.args[1:],
+            )
+            if isinstance(error, PeerTimeoutError):
+                error.ranks = tuple(ranks[rank] for rank in error.ranks)
+            elif isinstance(error, AgreementError):
+                error.rank = ranks[error.rank]
+        raise
