@@ -214,7 +214,7 @@ def load_nccl() -> Nccl:
     Raises:
         Error: it is not there, too old, or set to calls that do not wait.
     """
-    install = "pip install 'cupy-zc[nccl]' brings both"
+    install = "install nccl4py, and nvidia-nccl-cu13 (or -cu12) where NCCL is not there"
     try:
         from nccl.bindings import nccl as bindings
     except ImportError as missing:
