@@ -235,7 +235,8 @@ class Communicator(Calls, SymmetricArrays):
     def explain(self, array: Any) -> tuple[Rule, ...]:
         """Every rule that decides about zero-copy for an array, and what to do. Local."""
         with self._line.turn("explain"):
-            return self._registry.explain(array)
+            rules = self._registry.explain(array)
+            return rules + self._engine.rules(array) if array.nbytes else rules
 
     def collect(self) -> None:
         """Carry out what was deregistered, on all ranks. Collective. Errors: :meth:`register`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
-from ..registration import Probe, Registration
+from ..registration import Probe, Registration, Rule
 from .call import Call, Transfer
 from .point_to_point import Letter
 
@@ -91,6 +91,10 @@ class Engine(Protocol):
         Raises:
             AgreementError: it failed on a rank; on all of them.
         """
+        ...
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:
+        """What decides, besides the registry's rules, how an array is carried. Local."""
         ...
 
     def preload(self, code: int, reduction: int) -> None:
@@ -206,3 +210,7 @@ class WithinNode:
 
     def collect(self) -> None:
         """Nothing: the registry does it."""
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:  # noqa: ARG002
+        """None: the registry has them all."""
+        return ()

@@ -21,7 +21,7 @@ import cupy
 from ..driver.api import Driver
 from ..group import Across, vote
 from ..group.naming import numbered
-from ..registration import Probe, Registration
+from ..registration import Probe, Registration, Rule
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
 from .call import BARRIER, Call, Transfer, transfer_of
 from .device_copies import Extra
@@ -135,6 +135,10 @@ class HierarchicalEngine:
     def _collect(self) -> None:
         self._rail.collect()
         self._whole.collect()
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:
+        """What the rails need."""
+        return self._rail.engine.rules(array)
 
     def preload(self, code: int, reduction: int) -> None:
         """Load what calls of an element type and a reduction may need. Local."""

@@ -5,6 +5,7 @@ A tier is an engine with what it takes to use it from another one: its own regis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Protocol
@@ -13,8 +14,9 @@ from ..registration import Choice, Registration, pin
 from .call import BARRIER, Call
 from .engine import Engine
 from .level import Level
+from .nccl import NcclEngine
 
-__all__ = ["HostTier", "Tier"]
+__all__ = ["HostTier", "NcclTier", "Tier"]
 
 
 class Tier(Protocol):
@@ -128,3 +130,51 @@ class HostTier:
             stack.callback(self._level.heap.close)
             stack.callback(self.engine.close)
             stack.callback(self._registry.close)
+
+
+class NcclTier:
+    """Ranks that NCCL connects.
+
+    Args:
+        engine: Theirs.
+    """
+
+    def __init__(self, engine: NcclEngine) -> None:
+        self.engine: Engine = engine
+        self._nccl = engine
+        self._lanes = itertools.count(1)
+
+    def enter(self, calls: Iterable[Call]) -> None:
+        """Nothing: what calls touch is not registered with NCCL."""
+
+    def register(self, registration: Registration) -> None:
+        """Register with NCCL."""
+        self._nccl.register(registration)
+
+    def collect(self) -> None:
+        """Deregister what was let go of."""
+        self._nccl.collect()
+
+    def open_lane(self) -> int:
+        """A number for a graph; NCCL needs no memory of ours."""
+        lane = next(self._lanes)
+        self._nccl.begin(lane)
+        return lane
+
+    def fit_lane(self, lane: int, call: Call) -> None:
+        """Nothing: NCCL keeps for the graph what its calls need."""
+
+    def lane_bytes(self, lane: int) -> int:
+        """Nothing of ours."""
+        return self._nccl.lane_bytes(lane)
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self._nccl.end(lane)
+
+    def part(self) -> None:
+        """Nobody is told: ranks of other nodes learn it from their own, or by the timeout."""
+
+    def close(self) -> None:
+        """Give the communicators of NCCL back."""
+        self._nccl.close()
