@@ -85,7 +85,8 @@ class Communicator(Calls, SymmetricArrays):
         self.rank = bootstrap.rank
         #: How many ranks there are.
         self.size = bootstrap.size
-        self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
+        host = self._driver.name == "host"
+        self._checker = Checker(self.rank, self.size, self._device, host, options.refuses)
         self._parts = assemble(
             bootstrap, topology, options, self._checker, self._part, self._interrupted, stack
         )

@@ -173,7 +173,7 @@ class HierarchicalEngine:
 
     def wait(self, point: Any) -> None:
         """Wait behind calls of this engine. What is between nodes ends by itself in time."""
-        with self._named["node"]():
+        with self._named["node"](), self._rail.waiting(), self._whole.waiting():
             self._engine.wait(point)
 
     def decline(self) -> None:

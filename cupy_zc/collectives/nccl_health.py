@@ -77,6 +77,8 @@ class NcclHealth:
         self.failure: BaseException | None = None
         #: Whether graphs hold calls of the communicators.
         self.replays = False
+        #: Since when this rank waits for what it enqueued; 0 where it does not.
+        self._awaited = 0.0
         #: Since when this rank is inside a call of NCCL; 0 where it is not.
         self.inside = 0.0
         self._comms: list[Any] = []
@@ -178,7 +180,10 @@ class NcclHealth:
         if lost and (since is not None or self.replays):
             what = "a call waits for it" if since is not None else "a graph may wait for it"
             self.fail(PeerTimeoutError(self._says(f"{name_ranks(gone)} gone; {what}"), tuple(gone)))
-        elif since is not None and now - since > self._timeout:
+            return
+        if since is None and self.replays and self._awaited:
+            since = self._awaited
+        if since is not None and now - since > self._timeout:
             self.fail(self._late())
 
     def _running_since(self, now: float) -> float | None:
@@ -221,19 +226,27 @@ class NcclHealth:
         """
         began = time.monotonic()
         pause, warned = 0.0, False
-        while not point.done:
-            waited = time.monotonic() - began
-            if waited > SPIN:
-                time.sleep(pause)
-                pause = min(LONGEST_PAUSE, pause + PAUSE)
-            if self.failure is not None:
-                self._wait_for_the_end(point)
-                raise self.failure
-            if waited > WARN_AFTER and not warned:
-                warned = True
-                _log.warning("rank %d: has waited %g s for NCCL", self._rank, WARN_AFTER)
-            if self.replays and waited > self._timeout and self._seen is None:
-                self.fail(self._late())
+        with self.waiting():
+            while not point.done:
+                waited = time.monotonic() - began
+                if waited > SPIN:
+                    time.sleep(pause)
+                    pause = min(LONGEST_PAUSE, pause + PAUSE)
+                if self.failure is not None:
+                    self._wait_for_the_end(point)
+                    raise self.failure
+                if waited > WARN_AFTER and not warned:
+                    warned = True
+                    _log.warning("rank %d: has waited %g s for NCCL", self._rank, WARN_AFTER)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block that waits for what was enqueued, replays among it: they have the timeout."""
+        self._awaited = time.monotonic()
+        try:
+            yield
+        finally:
+            self._awaited = 0.0
 
     def _wait_for_the_end(self, point: Any) -> None:
         """Kernels that are aborted end soon."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 from ..registration import Choice, Registration, pin
@@ -50,6 +50,10 @@ class Tier(Protocol):
 
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank. Local, from any thread."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block that waits for what was enqueued. Local."""
         ...
 
     def part(self) -> None:
@@ -120,6 +124,10 @@ class HostTier:
         """To be given again when all ranks of the tier have said so."""
         self.engine.close_lane(lane)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Nothing is to be known: every wait of the host engine ends by itself."""
+        return nullcontext()
+
     def part(self) -> None:
         """Close the channels."""
         self._level.part()
@@ -171,6 +179,10 @@ class NcclTier:
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank."""
         self._nccl.end(lane)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Replays that do not end in it are aborted in time."""
+        return self._nccl.health.waiting()
 
     def part(self) -> None:
         """Nobody is told: ranks of other nodes learn it from their own, or by the timeout."""
