@@ -53,6 +53,8 @@ class FakeNccl:
         self.scatter = of(self._rooted, "scatter")
         self.all_gather = of(self._moving, "all_gather")
         self.all_to_all = of(self._moving, "all_to_all")
+        self.send = of(self._sending, "send")
+        self.recv = of(self._sending, "recv")
 
     # Communicators
 
@@ -181,15 +183,11 @@ class FakeNccl:
                 self.world.mistake(f"rank {comm.rank}: a group is on several streams, {parts}")
             self._enqueue(comm, said[0][0], parts)
 
-    def send(
-        self, array: int, count: int, kind: int, peer: int, comm: FakeComm, stream: int
+    def _sending(
+        self, name: str, array: int, count: int, kind: int, peer: int, comm: FakeComm, stream: int
     ) -> None:
-        self._call(comm, stream, Part("send", array, 0, count, kind, root=peer))
-
-    def recv(
-        self, array: int, count: int, kind: int, peer: int, comm: FakeComm, stream: int
-    ) -> None:
-        self._call(comm, stream, Part("recv", 0, array, count, kind, root=peer))
+        given, taken = (array, 0) if name == "send" else (0, array)
+        self._call(comm, stream, Part(name, given, taken, count, kind, root=peer))
 
     def _reducing(
         self, name: str, given: int, taken: int, count: int, kind: int, op: int,
@@ -218,10 +216,13 @@ class FakeNccl:
     def _call(self, comm: FakeComm, stream: int, part: Part) -> None:
         self._use(comm, part.function)
         self.world.calls.append((comm.rank, part))
+        refused = data.refusal(part, comm.size)
+        if refused:
+            self.world.mistake(f"rank {comm.rank}: {part}: {refused}")
+            raise nccl_error(part.function, "InvalidArgument", refused)
         problem = data.wrong(part, comm.rank, comm.size, sharp=comm.sharp)
         if problem:
             self.world.mistake(f"rank {comm.rank}: {part}: {problem}")
-            raise nccl_error(part.function, "InvalidArgument", problem)
         if not part.elements and part.function not in P2P:
             return  # as NCCL
         if self._group.depth:

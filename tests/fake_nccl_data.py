@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["P2P", "Part", "Span", "carry_out", "mismatch", "overlapping", "spans", "wrong"]
+__all__ = [
+    "P2P",
+    "Part",
+    "Span",
+    "carry_out",
+    "mismatch",
+    "overlapping",
+    "refusal",
+    "spans",
+    "wrong",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -67,20 +77,22 @@ def spans(part: Part, rank: int, size: int) -> tuple[Span, Span]:
     return Span(part.source, gives * many_in * row), Span(part.target, gets * many_out * row)
 
 
-def wrong(part: Part, rank: int, size: int, *, sharp: bool) -> str:
-    """What is wrong with a call by itself; empty where nothing is."""
+def refusal(part: Part, size: int) -> str:
+    """Why NCCL refuses a call; empty where it does not."""
     if not 0 <= part.kind < len(TYPES):
         return f"there is no type {part.kind}"
-    if part.function in REDUCING:
-        if not SUM <= part.op <= AVG:
-            return f"there is no reduction {part.op}"
-        if part.op == AVG and TYPES[part.kind].kind in "iu":
-            return "it averages integers"
-        if part.op == AVG and sharp:
-            return "SHARP has no average"
+    if part.function in REDUCING and not SUM <= part.op <= AVG:
+        return f"there is no reduction {part.op}"
     rooted = part.function in ("reduce", "broadcast", "gather", "scatter", *P2P)
-    if rooted and not 0 <= part.root < size:
-        return f"there is no rank {part.root}"
+    return f"there is no rank {part.root}" if rooted and not 0 <= part.root < size else ""
+
+
+def wrong(part: Part, rank: int, size: int, *, sharp: bool) -> str:
+    """Why a call does something else than it should, without a word; empty where it does not."""
+    if part.op == AVG and TYPES[part.kind].kind in "iu":
+        return "it averages integers"
+    if part.op == AVG and sharp:
+        return "SHARP has no average"
     given, taken = spans(part, rank, size)
     in_place = {
         "all_gather": taken.address + rank * _row(part),
