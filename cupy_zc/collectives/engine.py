@@ -85,6 +85,17 @@ class Engine(Protocol):
         """
         ...
 
+    def adopt(self, segment: Segment) -> None:
+        """The ranks have a segment at one offset, for as long as the communicator. Collective.
+
+        Args:
+            segment: Of the symmetric heap; one that is known already is no matter.
+
+        Raises:
+            AgreementError: a rank cannot use it; on all ranks of the node.
+        """
+        ...
+
     def collect(self) -> None:
         """Carry out what was let go of outside of the node's windows. Collective.
 
@@ -207,6 +218,9 @@ class WithinNode:
 
     def register(self, registration: Registration) -> None:
         """Nothing: the windows of the node carry all data."""
+
+    def adopt(self, segment: Segment) -> None:
+        """Nothing: as above."""
 
     def collect(self) -> None:
         """Nothing: the registry does it."""

@@ -21,6 +21,7 @@ import cupy
 from ..driver.api import Driver
 from ..group import Across, vote
 from ..group.naming import numbered
+from ..memory.blocks import Segment
 from ..registration import Probe, Registration, Rule
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
 from .call import BARRIER, Call, Transfer, transfer_of
@@ -127,6 +128,11 @@ class HierarchicalEngine:
     def _register(self, registration: Registration) -> None:
         self._rail.register(registration)
         self._whole.register(registration)
+
+    def adopt(self, segment: Segment) -> None:
+        """Let the tiers use a segment that all ranks have. Collective."""
+        self._rail.adopt(segment)
+        self._whole.adopt(segment)
 
     def collect(self) -> None:
         """Carry out what was let go of, on the tiers. Collective."""

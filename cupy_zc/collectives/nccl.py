@@ -19,6 +19,7 @@ import numpy as np
 from ..driver.api import KernelDriver, using_stream
 from ..errors import Error
 from ..group import Bootstrap
+from ..memory.blocks import Segment
 from ..registration import Probe, Registration, Registry, Rule
 from .call import BARRIER, Call, Transfer, transfer_of
 from .checks import Checker
@@ -225,6 +226,10 @@ class NcclEngine:
     def register(self, registration: Registration) -> None:
         """Register segments with NCCL. Collective."""
         self.registrations.register(registration)
+
+    def adopt(self, segment: Segment) -> None:
+        """Register a segment of the symmetric heap. Collective."""
+        self.registrations.adopt(segment, self._registry.channel)
 
     def collect(self) -> None:
         """Deregister what was let go of. Local."""

@@ -1,8 +1,8 @@
 """What a rank has registered with NCCL, and why the rest is not.
 
-Registration is by whole segments: of ``register()``, never of what calls happen to touch. NCCL
-leaves open what happens where some ranks pass registered buffers and others do not, so that must be
-the choice of the program, on all ranks in one call.
+Registration is by whole segments: of ``register()`` and of the symmetric heap, never of what calls
+happen to touch. NCCL leaves open what happens where some ranks pass registered buffers and others
+do not, so that must be the choice of the program, on all ranks in one call.
 
 A segment is deregistered when nothing asks for it any more: no registration, and no graph in which
 a call with it was captured. NCCL must not do that beside a call that may use it, so it happens
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from ..group import Bootstrap, vote
+from ..group import Bootstrap, Channel, vote
 from ..memory.blocks import Segment
 from ..registration import Registration, pin
 from .nccl_library import WINDOWS_FROM, Nccl
@@ -92,6 +92,33 @@ class NcclRegistrations:
             if not declined:
                 break
         registration.at_end(partial(self._gone.append, registration))
+
+    def adopt(self, segment: Segment, node: Channel) -> None:
+        """Register a segment that all ranks have, until the end. Collective for those of the node.
+
+        Args:
+            segment: Of the symmetric heap, which only grows.
+            node: The ranks of this rank's node.
+
+        Raises:
+            AgreementError: it failed on a rank of the node; on all of them.
+        """
+        if segment in self._entries:  # on all ranks of the node
+            return
+        failure: Exception | None = None
+        made = [_Entry(each, None, "local", {self}) for each in pin([segment])]
+        try:
+            for entry in made:
+                entry.handle = self._handle(entry.segment, "local")
+        except Exception as error:  # noqa: BLE001 - the vote raises it on every rank
+            failure = error
+        try:
+            vote(node, "register the symmetric heap with NCCL", failure, timeout=self._timeout)
+        except BaseException:
+            self._drop(made)
+            raise
+        self._entries.update((entry.segment, entry) for entry in made)
+        self.version += 1
 
     def _modes(self, fresh: Sequence[Segment]) -> Sequence[Mode]:
         """How to try, in order, the same on all ranks."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
+from ..memory.blocks import Segment
 from ..registration import Choice, Registration, pin
 from .call import BARRIER, Call
 from .engine import Engine
@@ -30,6 +31,10 @@ class Tier(Protocol):
 
     def register(self, registration: Registration) -> None:
         """As :meth:`Engine.register`, without a word to the node."""
+        ...
+
+    def adopt(self, segment: Segment) -> None:
+        """As :meth:`Engine.adopt`."""
         ...
 
     def collect(self) -> None:
@@ -103,6 +108,9 @@ class HostTier:
             raise
         registration.at_end(lambda: self._registry.let_go(registration, segments))
 
+    def adopt(self, segment: Segment) -> None:
+        """Nothing: what calls touch is registered at agreed numbers."""
+
     def collect(self) -> None:
         """Carry out what was let go of."""
         self._registry.collect("collect on the tier")
@@ -158,6 +166,10 @@ class NcclTier:
     def register(self, registration: Registration) -> None:
         """Register with NCCL."""
         self._nccl.register(registration)
+
+    def adopt(self, segment: Segment) -> None:
+        """Register with NCCL."""
+        self._nccl.adopt(segment)
 
     def collect(self) -> None:
         """Deregister what was let go of."""
