@@ -386,7 +386,7 @@ WRONG: dict[str, Callable[[Rank], object]] = {
     "while it has work": lambda r: _deregister_early(r),
     "which it does not have": lambda r: r.nccl.deregister(r.comm, 7),
     "has memory registered": lambda r: r.nccl.register(r.comm, r.at, 4),
-    "destroy on": lambda r: (r.nccl.abort(r.comm), r.nccl.destroy(r.comm)),
+    "destroy on": lambda r: _destroy_late(r),
     "after its communicator was destroyed": lambda r: _replay_late(r),
     "memory of a group overlaps": lambda r: _exchange(r, r.at + 4, r.stream),
     "on several streams": lambda r: _exchange(r, r.at + 64, r.driver.make_stream()),
@@ -398,6 +398,11 @@ def _deregister_early(rank: Rank) -> None:
     with rank.stream.hold():
         rank.add_all()
         rank.nccl.deregister(rank.comm, handle)
+
+
+def _destroy_late(rank: Rank) -> None:
+    rank.nccl.abort(rank.comm)
+    rank.nccl.destroy(rank.comm)
 
 
 def _replay_late(rank: Rank) -> None:
