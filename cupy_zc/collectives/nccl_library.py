@@ -180,7 +180,8 @@ class _Bindings:
         self._state = of("ncclCommGetAsyncError", bindings.comm_get_async_error)
 
     def unique_id(self) -> bytes:
-        return ctypes.string_at(self._unique_id().ptr, _ID_BYTES)
+        made = self._unique_id()  # its bytes go with it
+        return ctypes.string_at(made.ptr, _ID_BYTES)
 
     def init(
         self, size: int, identity: bytes, rank: int, *, sharp: bool, most_blocks: int | None
