@@ -287,6 +287,17 @@ def test_ranks_that_wait_for_one_that_failed_can_be_let_go(nccl: FakeNccl) -> No
     assert "[1] did not come" in str(outcomes[0])
 
 
+def test_who_comes_when_the_others_gave_up_does_not_join(careless: FakeNccl) -> None:
+    identity = careless.unique_id()
+    for number in (0, 1):
+        with pytest.raises(DriverError, match=rf"ranks \[{1 - number}\] did not come"):
+            rank_of(careless, 2, number, identity)
+    careless.world.hanging.add(0)
+    with pytest.raises(DriverError, match="the test let it hang"):
+        rank_of(careless, 1, 0, careless.unique_id())
+    assert not careless.world.made
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_ranks_can_have_to_have_devices_of_their_own(driver: EmulatedDriver, apart: bool) -> None:
     with fake_nccl(driver, distinct_devices=True) as nccl:
