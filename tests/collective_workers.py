@@ -54,7 +54,7 @@ def meet(comm: Communicator) -> None:
 
 
 def on_stream(comm: Communicator, body: Callable[[Communicator], Any]) -> Any:
-    """``body(communicator)``; on the rank's GPU, and on a stream of its own: ranks may share one."""
+    """``body(communicator)``; on the rank's GPU and a stream of its own: ranks may share one."""
     if comm._driver.name == "host":
         return body(comm)
     with comm._driver.use_device(comm._device), cupy_zc.Stream(non_blocking=True, driver="cuda"):
