@@ -38,7 +38,7 @@ def nccl(driver: EmulatedDriver) -> Iterator[FakeNccl]:
 @pytest.fixture
 def careless(driver: EmulatedDriver) -> Iterator[FakeNccl]:
     """With which mistakes are made, that a test looks for."""
-    world = FakeWorld(driver, deadline=0.3)
+    world = FakeWorld(driver, deadline=10)
     yield FakeNccl(world)
     world.stop()
 
@@ -251,6 +251,7 @@ def test_a_rank_that_was_aborted_lets_the_others_wait(nccl: FakeNccl) -> None:
 
 def test_work_that_nobody_meets_ends_as_a_mistake(careless: FakeNccl) -> None:
     def body(rank: Rank) -> None:
+        careless.world.deadline = 0.3
         if rank.number == 0:
             rank.add_all()
             rank.stream.synchronize()
@@ -289,6 +290,7 @@ def test_ranks_that_wait_for_one_that_failed_can_be_let_go(nccl: FakeNccl) -> No
 
 def test_who_comes_when_the_others_gave_up_does_not_join(careless: FakeNccl) -> None:
     identity = careless.unique_id()
+    careless.world.deadline = 0.1
     for number in (0, 1):
         with pytest.raises(DriverError, match=rf"ranks \[{1 - number}\] did not come"):
             rank_of(careless, 2, number, identity)
@@ -361,6 +363,7 @@ def test_a_window_waits_for_all_ranks(careless: FakeNccl) -> None:
     careless.world.failures["register_window", 1] = ["SystemError"]
 
     def body(rank: Rank) -> str:
+        careless.world.deadline = 0.3
         with pytest.raises(DriverError) as caught:
             careless.register_window(rank.comm, rank.at, BYTES)
         return caught.value.result
@@ -418,6 +421,7 @@ def _destroy_late(rank: Rank) -> None:
 
 def _replay_late(rank: Rank) -> None:
     graph = captured(rank)
+    rank.nccl.world.deadline = 0.3
     rank.nccl.destroy(rank.comm)
     graph.launch(rank.stream)
     rank.stream.synchronize()
