@@ -210,6 +210,7 @@ def register_and_log(rank: int, size: int, port: int, ours: bool) -> str:
             graph.launch(stream)
         stream.synchronize()
         assert got(other[:1])[0] == size
+        del graph
         return eager
 
 
