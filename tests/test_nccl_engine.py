@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import collective_workers as work
+import cupy
+import numpy as np
 import pytest
+from collective_memory import filled, got
 from collective_workers import Buffers
 from device_ranks import device
 from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl, FakeWorld, fake_nccl
 from several_nodes import LARGE, SMALL, pretend
 
-from cupy_zc import ClosedError, Communicator, PeerTimeoutError
+from cupy_zc import (
+    AgreementError,
+    ClosedError,
+    Communicator,
+    Error,
+    InvalidValueError,
+    PeerTimeoutError,
+)
+from cupy_zc.collectives import device as device_engine
 from cupy_zc.collectives import nccl as engine
+from cupy_zc.collectives import opening
 from cupy_zc.collectives.acts import Sizes
+from cupy_zc.collectives.device_lane import DeviceLane
 from cupy_zc.collectives.nccl_calls import refuse_nccl_reduction
+from cupy_zc.group import vote
+from cupy_zc.registration import Registry
 
 __all__ = ["device"]  # a fixture
 
@@ -26,7 +42,8 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture
 def nccl(device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     with fake_nccl(device) as made:
-        monkeypatch.setattr(engine, "load_nccl", lambda: made)
+        for module in (engine, opening):
+            monkeypatch.setattr(module, "load_nccl", lambda: made)
         yield made
 
 
@@ -103,3 +120,55 @@ def test_a_rank_that_does_not_come_ends_the_call_of_the_other_one(
         said = work.run(comms, body)[0]
         assert ("rank 1 gone" in said) if gone else ("not over after 1 s" in said)
     world.stop()
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that do not reach each other's memory, as rank 1 finds out."""
+
+    def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
+        own = registry.channel.rank == 1
+        vote(registry.channel, "reach peers", Error("another pattern came") if own else None)
+
+    monkeypatch.setattr(device_engine, "try_mappings", try_mappings)
+
+
+@pytest.mark.usefixtures("apart")
+def test_gpus_that_do_not_reach_each_other_are_connected_by_nccl(
+    device: EmulatedDriver, nccl: FakeNccl, caplog: pytest.LogCaptureFixture
+) -> None:
+    with work.communicators(2, driver=device) as comms:
+        assert {comm.backend for comm in comms} == {"nccl"}
+
+        def body(comm: Communicator) -> float:
+            array = filled(comm, np.full(5, comm.rank + 1, "f4"))
+            comm.all_reduce(array, array)
+            comm.synchronize()
+            return float(got(array)[0])
+
+        assert work.run(comms, body) == [3.0, 3.0]
+    assert "so NCCL is used: reach peers failed on rank 1" in caplog.text
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("backend", ["auto", "device"])
+def test_gpus_that_do_not_reach_each_other_are_an_error_without_nccl(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    def missing() -> None:
+        raise Error("NCCL is not there")
+
+    monkeypatch.setattr(opening, "load_nccl", missing)
+    with pytest.raises(AgreementError, match="reach peers failed on rank 1: Error: another"):
+        Communicator.in_process(2, driver=device, backend=backend)
+
+
+def test_reductions_that_nccl_has_not_are_refused_with_what_it_has(
+    device: EmulatedDriver, nccl: FakeNccl
+) -> None:
+    with pretend((0, 1), driver=device) as comms:
+        assert comms[0].backend == "hierarchical"
+        array = comms[0]._node.heap.allocate(16)
+        shorts = cupy.ndarray(8, "i2", array)
+        with pytest.raises(InvalidValueError, match="it has no int16"):
+            comms[0].all_reduce(shorts, shorts)

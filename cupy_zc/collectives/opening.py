@@ -18,13 +18,22 @@ import numpy as np
 from ..config import settings
 from ..driver import select
 from ..driver.api import Driver
-from ..errors import Error, InvalidTypeError, InvalidValueError, MismatchError, PeerTimeoutError
+from ..errors import (
+    AgreementError,
+    Error,
+    InvalidTypeError,
+    InvalidValueError,
+    MismatchError,
+    PeerTimeoutError,
+)
 from ..group import Bootstrap, Topology, agree_equal, discover, from_mpi, from_tcp, in_process
 from ..group.bootstrap import check_member
 from ..group.naming import sides
 from ..memory import installed_pool
 from .dtypes import refuse_reduction
 from .nccl_calls import refuse_nccl_reduction
+from .nccl_library import load_nccl
+from .nccl_setup import agreed_library
 from .plan import SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -159,15 +168,43 @@ def start(kind: type[Communicator], bootstrap: Bootstrap, options: Options) -> C
         what = "(driver, backend, deterministic, register, multicast, its strictness, scratch)"
         agree_equal(bootstrap, what, options.shared)
         engine = choose(options, topology)
-        options = dataclasses.replace(options, engine=engine)
         if engine in WITHIN_NODE:  # whose ranks are on one machine, whatever nodes are pretended
             topology = dataclasses.replace(topology, node_of=(0,) * topology.size)
         if options.spread:
             options = _spread(bootstrap, topology, options)
+        options = dataclasses.replace(options, engine=engine)
         with options.driver.use_device(options.device):
-            made = kind(bootstrap, topology, options, stack)
+            made = _made(kind, bootstrap, topology, options)
         stack.pop_all()
     return made
+
+
+def _made(
+    kind: type[Communicator], bootstrap: Bootstrap, topology: Topology, options: Options
+) -> Communicator:
+    """The communicator; of NCCL where GPUs turn out not to reach each other. Collective.
+
+    Raises:
+        AgreementError: it could not be made, by NCCL neither; on all ranks.
+    """
+    try:
+        with ExitStack() as stack:
+            made = kind(bootstrap, topology, options, stack)
+            stack.pop_all()
+        return made
+    except AgreementError as error:  # on all ranks
+        if (options.backend, options.engine) != ("auto", "device"):
+            raise
+        failure = error
+    try:
+        agreed_library(bootstrap, load_nccl)
+    except AgreementError as missing:
+        _log.warning("rank %d: NCCL could be used instead, but %s", bootstrap.rank, missing)
+        raise failure from failure.__cause__
+    _log.warning(
+        "rank %d: GPUs are not reached directly, so NCCL is used: %s", bootstrap.rank, failure
+    )
+    return _made(kind, bootstrap, topology, dataclasses.replace(options, engine="nccl"))
 
 
 def choose(options: Options, topology: Topology) -> str:
