@@ -81,6 +81,26 @@ def test_a_split_group_outlives_its_parent(make: Maker) -> None:
     assert outcomes == [[b"\0", b"\1"]] * 2 + [[b"\2", b"\3"]] * 2
 
 
+def test_groups_that_all_ranks_know_need_not_be_asked_for(make: Maker) -> None:
+    group = make(6)
+
+    def body(rank: int) -> list[list[bytes]]:
+        node, rail = [rank // 3 * 3 + at for at in range(3)], [rank % 3 + 3, rank % 3]
+        with group[rank].part(node) as one, group[rank].part(rail) as other:
+            assert other.rank == 1 - rank // 3
+            return [each.all_gather(bytes([rank])) for each in (other, one)]
+
+    for rank, (rail, node) in enumerate(workers.all_fine(workers.in_threads(6, body))):
+        assert rail == [bytes([rank % 3 + 3]), bytes([rank % 3])]
+        assert node == [bytes([rank // 3 * 3 + at]) for at in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [1, 2], [1, 1], [-1, 1]])
+def test_a_group_without_this_rank_or_with_none_is_refused(make: Maker, ranks: list[int]) -> None:
+    with pytest.raises(InvalidValueError, match="part: ranks"):
+        make(2)[1].part(ranks)
+
+
 def test_different_calls_are_a_mismatch_on_every_rank_and_leave_the_group_in_step(
     make: Maker,
 ) -> None:

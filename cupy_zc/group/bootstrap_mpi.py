@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import Error, InvalidTypeError
-from .bootstrap import Bootstrap
+from .bootstrap import Bootstrap, Offer
 from .waiting import Wait
+from .wire import pack_offer, unpack_offer
 
 __all__ = ["from_mpi"]
 
@@ -92,11 +93,12 @@ class _MpiBootstrap(Bootstrap):
         self._tag = tag
         shared.users += 1
 
-    def _gather(self, payload: bytes, wait: Wait) -> list[bytes]:
-        own = np.frombuffer(payload, np.uint8)
+    def _gather(self, offer: Offer, wait: Wait) -> list[Offer]:
+        packed = pack_offer(offer)
+        own = np.frombuffer(packed, np.uint8)
         try:
             sizes = [np.zeros(8, np.uint8) for _ in self._members]
-            self._swap(np.frombuffer(len(payload).to_bytes(8, "big"), np.uint8), sizes, wait)
+            self._swap(np.frombuffer(len(packed).to_bytes(8, "big"), np.uint8), sizes, wait)
             parts = [np.zeros(int.from_bytes(size.tobytes(), "big"), np.uint8) for size in sizes]
             self._swap(own, parts, wait)
         except self._shared.mpi.Exception as error:
@@ -106,7 +108,7 @@ class _MpiBootstrap(Bootstrap):
             self._shared.broken = True
             raise
         parts[self.rank] = own
-        return [part.tobytes() for part in parts]
+        return [unpack_offer(part.tobytes()) for part in parts]
 
     def _swap(self, own: Any, parts: Sequence[Any], wait: Wait) -> None:
         """Send ``own`` to every peer and receive ``parts``.
