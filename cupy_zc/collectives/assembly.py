@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -88,10 +88,9 @@ class _Several:
         self.bootstrap, self.topology, self.options = bootstrap, topology, options
         self.checker, self.abandon, self.stack = checker, abandon, stack
 
-    def part_of(self, color: int, key: int) -> Bootstrap:
+    def part_of(self, ranks: Sequence[int]) -> Bootstrap:
         """Some of the ranks."""
-        part = self.bootstrap.split(color, key)
-        assert part is not None  # every rank has a color
+        part = self.bootstrap.part(ranks)
         self.stack.callback(part.close)
         return part
 
@@ -107,12 +106,9 @@ class _Several:
     def hierarchical(self, interrupted: _Interrupted) -> Parts:
         """A node, the rail, and all ranks."""
         topology = self.topology
-        world = World(
-            len(topology.nodes), topology.local_size, topology.node, topology.local_rank,
-            topology.nodes,
-        )  # fmt: skip
-        node_ranks = self.part_of(topology.node, topology.local_rank)
-        rail_ranks = self.part_of(topology.local_rank, topology.node)
+        world = World.of(topology)
+        node_ranks = self.part_of(topology.node_ranks)
+        rail_ranks = self.part_of(world.rail)
         node = self.level(node_ranks, f" of node {topology.node}")
         parents = Parents()
 
@@ -126,9 +122,8 @@ class _Several:
         rail = self.tier(rail_ranks, f" of rail {topology.local_rank}")
         whole = self.tier(self.bootstrap, "")
         local = local_work(self.options.driver, self.options.device)
-        rail_of = [members[topology.local_rank] for members in topology.nodes]
         name = f"node {topology.node}"
-        across = Across(rail_ranks, rail_of, self.options.wait, name, topology.node_ranks)
+        across = Across(rail_ranks, world.rail, self.options.wait, name, topology.node_ranks)
         made = HierarchicalEngine(node, engine, rail, whole, across, world, local, parents)
         self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))

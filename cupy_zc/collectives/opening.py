@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +34,8 @@ _log = logging.getLogger("cupy_zc")
 WITHIN_NODE = ("host", "device")
 #: What a communicator can be on each driver; the first is for the ranks of one node.
 _BACKENDS = {"host": ("host", "hierarchical"), "cuda": ("device", "nccl", "hierarchical")}
+#: UUID of the current device, and how many a rank sees.
+_DEVICES = struct.Struct("!16sI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +207,10 @@ def _spread(bootstrap: Bootstrap, topology: Topology, options: Options) -> Optio
     in this thread: what the program allocates from here on is there.
     """
     driver = options.driver
-    own = [driver.device_info(options.device).uuid.hex(), driver.device_count()]
-    said = bootstrap.all_gather(json.dumps(own).encode(), tag="devices of the ranks")
+    own = _DEVICES.pack(driver.device_info(options.device).uuid, driver.device_count())
+    said = bootstrap.all_gather(own, tag="devices of the ranks")
     ranks = topology.machine_ranks
-    machine = [json.loads(said[rank]) for rank in ranks]
+    machine = [_DEVICES.unpack(said[rank]) for rank in ranks]
     least = min(count for _, count in machine)
     if len({uuid for uuid, _ in machine}) > 1 or len(machine) == 1 or least == 1:
         return options

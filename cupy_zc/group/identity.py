@@ -135,8 +135,8 @@ def arrange(identities: Sequence[NodeIdentity], rank: int) -> Topology:
     Raises:
         MismatchError: ranks were given different ``CUPY_ZC_NODE_SIZE``.
     """
-    node_sizes = {peer: str(identity.node_size) for peer, identity in enumerate(identities)}
-    if len(set(node_sizes.values())) > 1:
+    if len({identity.node_size for identity in identities}) > 1:
+        node_sizes = {peer: str(identity.node_size) for peer, identity in enumerate(identities)}
         raise MismatchError(f"CUPY_ZC_NODE_SIZE must be equal on all ranks: {sides(node_sizes)}")
     seen: dict[NodeIdentity, int] = {}
     numbers: dict[tuple[NodeIdentity, int], int] = {}
@@ -162,4 +162,5 @@ def discover(bootstrap: Bootstrap, *, timeout: float | None = None) -> Topology:
         MismatchError: see :func:`arrange`; on all ranks.
     """
     said = bootstrap.all_gather(NodeIdentity.here().to_bytes(), tag="identity", timeout=timeout)
-    return arrange([NodeIdentity.from_bytes(item) for item in said], bootstrap.rank)
+    known = {item: NodeIdentity.from_bytes(item) for item in set(said)}
+    return arrange([known[item] for item in said], bootstrap.rank)
