@@ -223,6 +223,25 @@ def test_an_answer_waits_once_for_all_ranks_that_do_not_read(
     assert len(waiting) == 1
 
 
+def test_ranks_that_leave_are_told_to_those_who_wait_alone_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bytes] = []
+    real = tcp_store.frame
+    monkeypatch.setattr(tcp_store, "frame", lambda kind, *a: told.append(kind) or real(kind, *a))
+    group = workers.over_tcp(6)
+    waits = threading.Thread(target=lambda: workers.in_threads(1, lambda _: group[1].barrier()))
+    waits.start()
+    for member in group[:1:-1]:
+        while len(group[0]._store._waiting) < 1 and wire.Kind.GONE not in told:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        member.close()
+    waits.join(10)
+    group[1].close()
+    group[0].close()
+    assert told.count(wire.Kind.GONE) == 1
+
+
 def test_a_store_that_fails_is_closed_and_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,8 @@ class Store:
         self._gone: set[int] = set()
         #: What ranks gave to the gather under way; that of a rank that has left since stays good.
         self._offers: dict[int, Offer] = {}
+        #: Members whose part is in, and who have no answer yet.
+        self._waiting: set[_Visitor] = set()
         #: The answer to who is missing, until it is another one.
         self._absent = b""
         self._stopped = False
@@ -292,25 +294,29 @@ class Store:
     def _gather(self, visitor: _Visitor, payload: bytes) -> None:
         assert visitor.rank is not None
         self._offers[visitor.rank] = unpack_offer(payload)
+        self._waiting.add(visitor)
         self._absent = b""
-        if self._lost():
-            self._tell_waiting(Kind.GONE, self._lost())
+        if self._gone and self._lost():
+            self._tell_who_is_gone()
         elif len(self._offers) == self._size:
             offers = [self._offers[rank] for rank in range(self._size)]
             self._offers.clear()
-            result = frame(Kind.RESULT, pack_offers(offers))
-            for member in self._members.values():
-                self._post(member, result)
+            self._answer(Kind.RESULT, pack_offers(offers))
 
     def _lost(self) -> set[int]:
         """Who has left without a part in the gather under way."""
         return self._gone - self._offers.keys()
 
-    def _tell_waiting(self, kind: Kind, ranks: set[int]) -> None:
-        told = frame(kind, pack_ranks(ranks))
-        for rank, member in self._members.items():
-            if rank in self._offers:
-                self._post(member, told)
+    def _tell_who_is_gone(self) -> None:
+        if self._waiting:
+            self._answer(Kind.GONE, pack_ranks(self._lost()))
+
+    def _answer(self, kind: Kind, payload: bytes) -> None:
+        """To all who wait. Ranks that are told of others that have gone or gave up, leave too."""
+        told = frame(kind, payload)
+        for member in self._waiting:
+            self._post(member, told)
+        self._waiting.clear()
 
     def _refuse(self, visitor: _Visitor, reason: str) -> None:
         if not visitor.leaving:
@@ -347,13 +353,14 @@ class Store:
         """Close a connection; where it was a member's, tell those who wait for it."""
         self._visitors.discard(visitor)
         self._strangers.discard(visitor)
+        self._waiting.discard(visitor)
         self._selector.unregister(visitor.connection)
         visitor.connection.close()
         if visitor.rank is not None:
             del self._members[visitor.rank]
             self._gone.add(visitor.rank)
             if visitor.rank not in self._offers:
-                self._tell_waiting(Kind.GONE, self._lost())
+                self._tell_who_is_gone()
 
     def _deliver(self) -> None:
         """Send what is still in the outboxes, for at most :data:`_LINGER` seconds."""
@@ -361,9 +368,9 @@ class Store:
         self._selector.unregister(self._listener)
         self._gone.add(0)
         if 0 in self._offers:
-            self._tell_waiting(Kind.GAVE_UP, self._missing())
+            self._answer(Kind.GAVE_UP, pack_ranks(self._missing()))
         else:
-            self._tell_waiting(Kind.GONE, self._lost())
+            self._tell_who_is_gone()
         self._offers.clear()
         for visitor in list(self._visitors):
             if visitor.outbox:
