@@ -167,12 +167,14 @@ def measure_schedules(ranks: int) -> dict[str, Any]:
     world, sizes = World(len(nodes), LOCAL, 0, 0, tuple(nodes)), Sizes()
 
     def fill() -> tuple[Schedules, int]:
-        kept, columns = Schedules(world, sizes), sizes.scratch // ranks
-        while len(kept._made) == columns - sizes.scratch // ranks:
-            columns += 1  # of int8, too many for scratch
+        kept, calls, acts = Schedules(world, sizes), 0, 0
+        while len(kept._made) == calls:
+            calls += 1
+            columns = sizes.scratch // ranks + calls  # of one byte, too many for scratch
             plan = kept.of(Shape(Operation.REDUCE_SCATTER, columns, 1, 0, False, 0, False))
             assert plan is not None
-        return kept, len(plan.acts)
+            acts = len(plan.acts)
+        return kept, acts
 
     (_, acts), _, peak = _traced(fill)
     return {"acts": acts, "peak": peak}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from typing import Any
 import pytest
 
 import cupy_zc.collectives.schedule as schedule
-from cupy_zc import config
+from cupy_zc import Communicator, config
+from cupy_zc.collectives import opening
+from cupy_zc.driver.host import HostDriver
+from cupy_zc.group import Bootstrap
 from cupy_zc.group.bootstrap import Offer
 from cupy_zc.group.wire import pack_offers
 
@@ -34,20 +39,50 @@ def job_of(ranks: int) -> tuple[setup_job.Job, dict[str, Any]]:
     return job, setup_model.measure_rank(job)
 
 
-def test_the_ranks_that_are_made_up_say_what_real_ones_do(monkeypatch):
-    """Two pretended nodes, as real ones cannot be had: each rank sees the same bytes."""
-    monkeypatch.setenv("CUPY_ZC_NODE_SIZE", "4")
-    config.settings.cache_clear()
-    try:
-        real = setup_job.together(8, lambda group: setup_job.set_up(group).close())
-        for rank, log in enumerate(real):
-            job = setup_job.Job(8, rank, local=4, pretend=True)
-            setup_model.measure_rank(job)
-            assert len(job.log) == 3
-            assert sorted(each for part in job.log.values() for each in part) == sorted(log)
-    finally:
-        monkeypatch.undo()
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Pretends nodes of a size, as there is one machine only."""
+
+    def nodes_of(ranks: int) -> None:
+        monkeypatch.setenv("CUPY_ZC_NODE_SIZE", str(ranks))
         config.settings.cache_clear()
+
+    yield nodes_of
+    monkeypatch.undo()
+    config.settings.cache_clear()
+
+
+def test_the_ranks_that_are_made_up_say_what_real_ones_do(pretend):
+    pretend(4)
+    real = setup_job.together(8, lambda group: setup_job.set_up(group).close())
+    for rank, log in enumerate(real):
+        job = setup_job.Job(8, rank, local=4, pretend=True)
+        setup_model.measure_rank(job)
+        assert len(job.log) == 3
+        assert sorted(each for part in job.log.values() for each in part) == sorted(log)
+
+
+def test_a_communicator_asks_what_is_counted(pretend):
+    """Up to the channels of the node, which come before NCCL."""
+    pretend(2)
+    driver = HostDriver()
+
+    def make(group: Bootstrap) -> None:
+        options = opening.Options.of("test", driver=driver, spread=True)
+        opening.start(Communicator, group, replace(options, threads=True)).close()
+
+    for real, counted in zip(
+        setup_job.together(4, make),
+        setup_job.together(4, lambda group: setup_job.set_up(group).close()),
+        strict=True,
+    ):
+        calls = [each.call for each in real]
+        channels = calls.index("all_gather('open channel')")
+        assert channels > 10
+        ids = [each.call for each in counted].index("broadcast(root=0)")
+        assert calls[:channels] == [each.call for each in counted[:ids]]
+        rest = {each.call for each in real[channels:]}
+        assert rest == {"all_gather('open channel')", "all_gather('vote')"}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 300, 511])
