@@ -19,7 +19,7 @@ from ..driver.api import Driver
 from ..errors import Error, InvalidTypeError, InvalidValueError, MismatchError, PeerTimeoutError
 from ..group import Bootstrap, Topology, agree_equal, discover, from_mpi, from_tcp, in_process
 from ..group.bootstrap import check_member
-from ..group.naming import sides
+from ..group.naming import shorten, sides
 from ..memory import installed_pool
 from .plan import SCRATCH_BYTES
 
@@ -187,9 +187,10 @@ def choose(options: Options, topology: Topology) -> str:
             f"{sides(places, 'is at')}"
         )
     if asked == "hierarchical" and not topology.is_even:
+        sizes = ", ".join(str(len(node)) for node in topology.nodes)
         raise Error(
             f"rank {topology.rank}: backend='hierarchical' needs as many ranks on each node, and "
-            f"they have {', '.join(str(len(node)) for node in topology.nodes)}; 'auto' does without"
+            f"they have {shorten(sizes)}; 'auto' does without"
         )
     if asked != "auto":
         return asked

@@ -52,9 +52,10 @@ def _load() -> Any:
 def _finish(requests: Sequence[_Request], buffers: object, wait: Wait) -> None:
     """Poll requests until all are done. On failure take back what can be."""
     pause = _SHORTEST_PAUSE
+    pending = requests
     try:
-        while missing := [rank for rank, _, request in requests if not request.Test()]:
-            wait.check({rank for rank in missing if rank is not None})
+        while pending := [each for each in pending if not each[2].Test()]:
+            wait.check({rank for rank, _, _ in pending if rank is not None})
             time.sleep(min(pause, wait.slice()))
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except BaseException:
