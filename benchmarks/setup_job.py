@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -104,7 +103,7 @@ class Job:
         if call == "all_gather('identity')":
             node, here = rank // self.local, NodeIdentity.here()
             away = node != self.rank // self.local and not self.pretend
-            return (replace(here, boot_id=str(uuid.UUID(int=node))) if away else here).to_bytes()
+            return (replace(here, machine=node.to_bytes(16, "big")) if away else here).to_bytes()
         if call == "all_gather('devices of the ranks')":
             return opening._DEVICES.pack(_Gpu(rank).uuid, LOCAL)
         if call == "split(), addresses":

@@ -30,13 +30,15 @@ from cupy_zc.collectives.plan import Operation
 from cupy_zc.collectives.schedule import Schedules
 from cupy_zc.group import bootstrap_tcp
 from cupy_zc.group.bootstrap import Offer
+from cupy_zc.group.bootstrap_mpi import _HEAD
 from cupy_zc.group.tcp_store import Store
 from cupy_zc.group.waiting import Wait
 from cupy_zc.group.wire import FrameReader, Kind, frame, pack_offer, unpack_offers
 
 __all__ = [
-    "RANKS", "digest", "draw", "main", "measure_rank", "measure_schedules", "measure_store",
-    "of_a_rank", "of_rank_0", "of_steps", "report", "size_of",
+    "RANKS", "bytes_by_mpi", "digest", "draw", "gathers_by_mpi", "gathers_of", "main",
+    "measure_rank", "measure_schedules", "measure_store", "of_a_rank", "of_rank_0", "of_steps",
+    "report", "size_of",
 ]  # fmt: skip
 
 RANKS = (8, 64, 512, 4096, 32768)
@@ -101,42 +103,45 @@ def _by_step(gathers: Sequence[Gather]) -> dict[str, int]:
     return found
 
 
-def measure_store(job: Job) -> dict[str, Any]:
-    """Rank 0's store with all ranks connected to it.
+def gathers_of(job: Job) -> list[list[Offer]]:
+    """What all ranks give, by gather of all of them. ``job`` was measured."""
+    answers = [answer for (group, _), answer in job.answers.items() if group == "all"]
+    frames = [next(FrameReader(LIMIT).feed(answer)) for answer in answers]
+    return [unpack_offers(payload, job.ranks) for _, payload in frames]
 
-    Args:
-        job: One that was measured: it says what is gathered.
-    """
+
+def gathers_by_mpi(job: Job) -> list[list[Offer]]:
+    """The same over MPI, where the ranks have met, and the groups of a split have a tag."""
+    tags = [Offer(b"split(), tags", bytes(8))] * job.ranks
+    return [
+        tags if offers[0].call == b"split(), addresses" else offers
+        for offers in gathers_of(job)[1:]
+        if b"open the store" not in offers[0].payload
+    ]
+
+
+def bytes_by_mpi(job: Job) -> int:
+    """What rank 0 receives over MPI: of each rank a head, and what it gives where that differs."""
+    received = 0
+    for first, *others in gathers_by_mpi(job):
+        differ = [pack_offer(offer) for offer in others if offer != first]
+        received += _HEAD.size * len(others) + sum(map(len, differ))
+    return received
+
+
+def measure_store(job: Job) -> dict[str, Any]:
+    """Rank 0's store with all ranks connected to it."""
     answers = [answer for (group, _), answer in job.answers.items() if group == "all"]
     said = {"out": sum(map(len, answers)) * job.ranks}
     if job.ranks > MOST_SOCKETS:
         return said
-    frames = [next(FrameReader(LIMIT).feed(answer)) for answer in answers]
-    gathers = [unpack_offers(payload, job.ranks) for _, payload in frames]
+    gathers = gathers_of(job)
     began = time.perf_counter()
     received = _serve(job.ranks, gathers)
     seconds = time.perf_counter() - began
     assert received == said["out"]
     _, _, peak = _traced(lambda: _serve(job.ranks, gathers))
     return {**said, "peak": peak, "seconds": round(seconds, 2)}
-
-
-def bytes_by_mpi(job: Job) -> int:
-    """What a rank receives over MPI, where every rank sends each the same, and groups have tags.
-
-    Args:
-        job: As above.
-    """
-    received = 0
-    for (group, _), answer in job.answers.items():
-        if group == "all":
-            _, payload = next(FrameReader(LIMIT).feed(answer))
-            first, *others = unpack_offers(payload, job.ranks)
-            if first.call == b"split(), addresses":
-                others = [Offer(b"split(), tags", bytes(8))] * len(others)
-            if b"open the store" not in first.payload:
-                received += sum(8 + len(pack_offer(offer)) for offer in others)
-    return received
 
 
 def _serve(ranks: int, gathers: Sequence[Sequence[Offer]]) -> int:
