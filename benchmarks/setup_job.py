@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 from unittest import mock
 
-from cupy_zc.collectives import opening
+from cupy_zc.collectives import nccl_setup, opening
 from cupy_zc.collectives.acts import Order, World
 from cupy_zc.collectives.local import Rows
 from cupy_zc.group import Across, Bootstrap, Channel, NodeIdentity, Topology, bootstrap_tcp, vote
@@ -39,6 +39,8 @@ __all__ = ["LOCAL", "Gather", "Job", "Plan", "open_channels", "set_up", "togethe
 LOCAL = 8
 #: Bytes of the id by which the ranks of an NCCL communicator find each other.
 UNIQUE_ID = 128
+#: Communicators of NCCL: all ranks have two for point-to-point calls.
+COMMS = {"rail": 1, "all": 3}
 #: Bytes of a frame that a rank takes.
 LIMIT = 1 << 40
 
@@ -95,24 +97,6 @@ class Job:
         if self.group == "rail":
             return list(range(rank % self.local, self.ranks, self.local))
         return list(range(rank - rank % self.local, rank - rank % self.local + self.local))
-
-    def says(self, call: str, rank: int, own: bytes, first: int) -> bytes:
-        """What a rank gives to a gather, whose group begins with ``first``."""
-        if rank == self.rank:
-            return own
-        if call == "all_gather('identity')":
-            node, here = rank // self.local, NodeIdentity.here()
-            away = node != self.rank // self.local and not self.pretend
-            return (replace(here, machine=node.to_bytes(16, "big")) if away else here).to_bytes()
-        if call == "all_gather('devices of the ranks')":
-            return opening._DEVICES.pack(_Gpu(rank).uuid, LOCAL)
-        if call == "split(), addresses":
-            leads = self.members(rank)[0] == rank
-            secret = bytes(NONCE - 4) + rank.to_bytes(4, "big")
-            return pack_items([self.host(rank).encode(), b"54321", secret]) if leads else b""
-        if call.startswith("broadcast"):
-            return bytes(UNIQUE_ID) if rank == first else b""
-        return own
 
     def host(self, rank: int) -> str:
         """Where a rank is: addresses that a store of this process can listen at."""
@@ -177,11 +161,29 @@ class _Acted(_Counting):
         self.calls += 1
         key = (self.group, self.calls)
         if key not in self.job.answers:
-            name, first = call.decode(), self.members[0]
-            said = (self.job.says(name, rank, payload, first) for rank in self.members)
-            offers = [Offer(call, each) for each in said]
+            name = call.decode()
+            offers = [Offer(call, self.says(name, rank, payload)) for rank in self.members]
             self.job.answers[key] = frame(Kind.RESULT, pack_offers(offers))
         return self.job.answers[key]
+
+    def says(self, call: str, rank: int, own: bytes) -> bytes:
+        """What a rank gives to a gather."""
+        job = self.job
+        if rank == job.rank:
+            return own
+        if call == "all_gather('identity')":
+            node, here = rank // job.local, NodeIdentity.here()
+            away = node != job.rank // job.local and not job.pretend
+            return (replace(here, machine=node.to_bytes(16, "big")) if away else here).to_bytes()
+        if call == "all_gather('devices of the ranks')":
+            return opening._DEVICES.pack(_Gpu(rank).uuid, LOCAL)
+        if call == "split(), addresses":
+            leads = job.members(rank)[0] == rank
+            secret = bytes(NONCE - 4) + rank.to_bytes(4, "big")
+            return pack_items([job.host(rank).encode(), b"54321", secret]) if leads else b""
+        if call == "broadcast(root=0)":
+            return bytes(UNIQUE_ID * COMMS[self.group]) if rank == self.members[0] else b""
+        return own
 
     def give(self, most: int) -> bytes:
         """Bytes of the store."""
@@ -208,7 +210,7 @@ class _Gpu:
 class Plan:
     """A communicator, as far as other nodes are concerned: what it asks of them, and keeps.
 
-    Of NCCL it has the broadcast of an id for the rail, and of one for all ranks.
+    NCCL connects nobody.
     """
 
     def __init__(
@@ -221,13 +223,23 @@ class Plan:
             for ranks in (topology.node_ranks, self.world.rail):
                 self.groups.append(stack.enter_context(bootstrap.part(ranks)))
             rail = self.groups[2]
-            for group in (rail, bootstrap):
-                group.broadcast(bytes(UNIQUE_ID) if group.rank == 0 else None)
             self.across = Across(rail, self.world.rail, 60.0, "a node", topology.node_ranks)
             self.tables = [Rows(self.world.order(name)) for name in get_args(Order)]
-            with self.across.step("connect the nodes"):
-                pass
+            self._connect(rail, COMMS["rail"], options)
+            self._connect(bootstrap, COMMS["all"], options)
         vote(bootstrap, "start the engine")
+
+    @staticmethod
+    def _connect(group: Bootstrap, comms: int, options: opening.Options) -> None:
+        """As ``NcclEngine.connect``."""
+        nccl: Any = mock.Mock(
+            version=22907, unique_id=lambda: bytes(UNIQUE_ID), init=lambda *_, **__: None
+        )
+        library = nccl_setup.agreed_library(group, lambda: nccl)
+        nccl_setup.make_comms(
+            group, library, options.driver, 0, comms, sharp=False, most_blocks=None
+        )
+        nccl_setup.together(group, "add up with NCCL", lambda: None)
 
     def close(self) -> None:
         """Leave the groups."""

@@ -54,10 +54,10 @@ def meet(comm: Communicator) -> None:
 
 
 def on_stream(comm: Communicator, body: Callable[[Communicator], Any]) -> Any:
-    """``body(communicator)``; on a GPU on a stream of its own, as ranks that share one need."""
+    """``body(communicator)``; on the rank's GPU and a stream of its own: ranks may share one."""
     if comm._driver.name == "host":
         return body(comm)
-    with cupy_zc.Stream(non_blocking=True, driver="cuda"):
+    with comm._driver.use_device(comm._device), cupy_zc.Stream(non_blocking=True, driver="cuda"):
         return body(comm)
 
 

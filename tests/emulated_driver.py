@@ -13,6 +13,7 @@ import functools
 import itertools
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from cupy_zc.collectives.device_args import MAX_RANKS
 from cupy_zc.collectives.device_plan import KEPT_FREE
 from cupy_zc.driver.api import KernelName
 from cupy_zc.driver.host import HostDriver
+from cupy_zc.driver.host_graph import GraphBody
 from cupy_zc.driver.host_plain import HostPlainMemory
 from cupy_zc.driver.host_queue import Point, Work, run_queues
 from cupy_zc.driver.host_result import Result, refused
@@ -70,6 +72,16 @@ class _Workers:
 _workers = _Workers()
 
 
+def _tell_of_launch(work: Any) -> None:
+    """Call ``launched()`` of work, and of all work of a graph, that wants to know its turn."""
+    body = getattr(work, "__self__", None)
+    if isinstance(body, GraphBody):
+        for node in body.nodes:
+            _tell_of_launch(node)
+    elif hasattr(work, "launched"):
+        work.launched()
+
+
 class DeviceStream(HostStream):
     """A stream whose work runs in other threads; what was captured in one of them as a whole."""
 
@@ -80,6 +92,7 @@ class DeviceStream(HostStream):
             if self.capture is not None:
                 self.capture.record(call, self, work)
                 return
+            _tell_of_launch(work)
             end = Point(self.streams.changed)
             start = functools.partial(_workers.run, functools.partial(self._carry_out, work, end))
             at_once = self._queue.claim(start)
@@ -117,6 +130,7 @@ class EmulatedDriver(HostDriver):
         self._seeds = itertools.count()
         #: Kernels that were loaded, by the number that a launch takes.
         self.kernels: dict[int, EmulatedKernel] = {}
+        self._made: weakref.WeakValueDictionary[int, DeviceStream] = weakref.WeakValueDictionary()
 
     # Kernels
 
@@ -154,7 +168,13 @@ class EmulatedDriver(HostDriver):
 
     def make_stream(self, *, non_blocking: bool = False) -> DeviceStream:
         """A new stream on the current device."""
-        return DeviceStream(self._streams, self.current_device(), non_blocking=non_blocking)
+        stream = DeviceStream(self._streams, self.current_device(), non_blocking=non_blocking)
+        self._made[stream.ptr] = stream
+        return stream
+
+    def stream_at(self, address: int, device: int) -> HostStream | None:
+        """The stream with this ``ptr``; 0 is the null stream of the device."""
+        return self._made.get(address) if address else self._streams.null[device]
 
     # Memory and bytes
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from collective_memory import filled, got, put
 from collective_workers import Buffers, Case, meet
-from gpu_ranks import TYPES
 
 import cupy_zc
 from cupy_zc import Communicator, MismatchError, PeerTimeoutError
@@ -83,8 +82,8 @@ def test_every_collective_of_the_switch_does_what_numpy_says(n: int) -> None:
         case
         for case in work.cases(n)
         if switched(case)
-        and str(case.dtype) in TYPES | {"int32", "uint64", "bfloat16", "complex64"}
-        and (case.op in ("sum", "avg") or case.dtype == "i4")
+        and str(case.dtype) in {"float16", "float32", "int32"}  # each of them is compiled
+        and (case.op == "sum" or (case.op == "max" and case.dtype == "i4"))
     ]
     with ranks(n) as comms:
 

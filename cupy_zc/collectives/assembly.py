@@ -15,9 +15,10 @@ from .engine import Engine
 from .hierarchical import HierarchicalEngine
 from .level import Level
 from .local import local_work
+from .nccl import RAIL_BLOCKS, NcclEngine
 from .opening import WITHIN_NODE, Options
 from .parents import Parents
-from .tiers import HostTier, Tier
+from .tiers import HostTier, NcclTier, Tier
 
 __all__ = ["Parts", "assemble"]
 
@@ -66,7 +67,8 @@ def assemble(
         node = Level(bootstrap, topology, options, checker, stack)
         engine = node.make_engine(options.engine, abandon, interrupted, stack)
         return Parts(node, engine, None, _nothing)
-    return _Several(bootstrap, topology, options, checker, abandon, stack).hierarchical(interrupted)
+    several = _Several(bootstrap, topology, options, checker, abandon, stack)
+    return several.nccl() if options.engine == "nccl" else several.hierarchical(interrupted)
 
 
 def _nothing(*_: Any) -> None:
@@ -74,7 +76,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Several:
-    """Ranks on several nodes."""
+    """Ranks that may be on several nodes."""
 
     def __init__(
         self,
@@ -87,6 +89,8 @@ class _Several:
     ) -> None:
         self.bootstrap, self.topology, self.options = bootstrap, topology, options
         self.checker, self.abandon, self.stack = checker, abandon, stack
+        self.local = local_work(options.driver, options.device)
+        self.stack.callback(self.local.close)
 
     def part_of(self, ranks: Sequence[int]) -> Bootstrap:
         """Some of the ranks."""
@@ -94,14 +98,71 @@ class _Several:
         self.stack.callback(part.close)
         return part
 
-    def level(self, group: Bootstrap, name: str) -> Level:
-        """Ranks that reach each other's memory, by a name of their own in errors."""
+    def checker_of(self, group: Bootstrap, name: str) -> Checker:
+        """Calls of some of the ranks, by a name of their own in errors."""
         options = self.options
-        checker = Checker(
-            group.rank, group.size, options.device, options.driver.name == "host", group=name
-        )
+        host = options.driver.name == "host"
+        return Checker(group.rank, group.size, options.device, host, group=name)
+
+    def level(self, group: Bootstrap, name: str) -> Level:
+        """Ranks that reach each other's memory."""
         together = Topology(group.rank, (0,) * group.size)
-        return Level(group, together, options, checker, self.stack)
+        checker = self.checker_of(group, name)
+        return Level(group, together, self.options, checker, self.stack)
+
+    @property
+    def node_name(self) -> str:
+        """Of this rank's node."""
+        return f"node {self.topology.node}"
+
+    def across(self, group: Bootstrap, ranks: Sequence[int]) -> Across:
+        """Ranks of other nodes, which learn how a step of this one went."""
+        members = self.topology.node_ranks
+        return Across(group, ranks, self.options.wait, self.node_name, members)
+
+    def nccl(self) -> Parts:
+        """All ranks, by NCCL; those of a node share what is registered, and the lanes of graphs."""
+        topology, nodes = self.topology, self.topology.nodes
+        if len(nodes) == 1:
+            node = Level(self.bootstrap, topology, self.options, self.checker, self.stack)
+            return Parts(node, self.connected(node, self.bootstrap, self.checker), None, _nothing)
+        node_ranks = self.part_of(topology.node_ranks)
+        groups: tuple[Bootstrap, ...] = (node_ranks,)
+        node = self.level(node_ranks, f" of {self.node_name}")
+        engine = self.connected(
+            node, self.bootstrap, self.checker, sharp=len(nodes) == topology.size
+        )
+        if topology.is_even:
+            ranks = World.of(topology).rail
+            rail = self.part_of(ranks)
+            groups = (node_ranks, rail)
+            across = self.across(rail, ranks)
+        else:
+            across = self.across(self.bootstrap, range(topology.size))
+        return Parts(node, engine, across, _nothing, groups)
+
+    def connected(
+        self,
+        node: Level,
+        group: Bootstrap,
+        checker: Checker,
+        *,
+        sharp: bool = False,
+        beside: bool = False,
+        mail: bool = True,
+    ) -> NcclEngine:
+        """Ranks that NCCL connects; see :class:`NcclEngine`."""
+        members = self.topology.node_ranks
+
+        def departed() -> list[int]:
+            return [members[rank] for rank in node.departed()]
+
+        engine = NcclEngine(
+            group, node.registry, checker, departed, self.abandon, self.options.wait, self.local,
+            sharp=sharp, beside=beside, mail=mail,
+        )  # fmt: skip
+        self.stack.callback(engine.close)
+        return engine
 
     def hierarchical(self, interrupted: _Interrupted) -> Parts:
         """A node, the rail, and all ranks."""
@@ -109,7 +170,7 @@ class _Several:
         world = World.of(topology)
         node_ranks = self.part_of(topology.node_ranks)
         rail_ranks = self.part_of(world.rail)
-        node = self.level(node_ranks, f" of node {topology.node}")
+        node = self.level(node_ranks, f" of {self.node_name}")
         parents = Parents()
 
         def asked(awaited: Collection[int], number: int, _: Call) -> None:
@@ -117,19 +178,29 @@ class _Several:
             if parent is not None:
                 interrupted(awaited, *parent)
 
-        inner = "host" if self.options.driver.name == "host" else "device"
-        engine = node.make_engine(inner, self.abandon, asked, self.stack)
-        rail = self.tier(rail_ranks, f" of rail {topology.local_rank}")
-        whole = self.tier(self.bootstrap, "")
-        local = local_work(self.options.driver, self.options.device)
-        name = f"node {topology.node}"
-        across = Across(rail_ranks, world.rail, self.options.wait, name, topology.node_ranks)
-        made = HierarchicalEngine(node, engine, rail, whole, across, world, local, parents)
+        rail_name = f" of rail {topology.local_rank}"
+        rail: Tier
+        whole: Tier
+        if self.options.driver.name == "host":
+            engine = node.make_engine("host", self.abandon, asked, self.stack)
+            rail = self.host_tier(rail_ranks, rail_name)
+            whole = self.host_tier(self.bootstrap, "")
+        else:
+            engine = node.make_engine(
+                "device", self.abandon, asked, self.stack, spare=2 * RAIL_BLOCKS
+            )
+            checker = self.checker_of(rail_ranks, rail_name)
+            rail = NcclTier(
+                self.connected(node, rail_ranks, checker, sharp=True, beside=True, mail=False)
+            )
+            whole = NcclTier(self.connected(node, self.bootstrap, self.checker))
+        across = self.across(rail_ranks, world.rail)
+        made = HierarchicalEngine(node, engine, rail, whole, across, world, self.local, parents)
         self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))
 
-    def tier(self, group: Bootstrap, name: str) -> Tier:
-        """Ranks of several nodes."""
+    def host_tier(self, group: Bootstrap, name: str) -> Tier:
+        """Ranks on pretend nodes of one machine."""
         level = self.level(group, name)
         engine = level.make_engine("host", self.abandon, _nothing, self.stack)
         return HostTier(level, engine, automatic=self.options.register == "auto")

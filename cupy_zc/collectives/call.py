@@ -58,10 +58,19 @@ class Transfer:
     reason: str
     #: Bytes of the larger of the two arrays, as far as the call uses them.
     bytes: int
+    #: How NCCL has the arrays: registered by ``register()`` as "local" or "window", by itself in a
+    #: capture as "graph", or "none"; empty where NCCL did not carry the call.
+    registration: str = ""
 
 
 def transfer_of(
-    call: Call, algorithm: str, ranks: int, reasons: Sequence[str] = (), *, staged: bool = False
+    call: Call,
+    algorithm: str,
+    ranks: int,
+    reasons: Sequence[str] = (),
+    *,
+    staged: bool = False,
+    registration: str = "",
 ) -> Transfer:
     """What a collective did.
 
@@ -71,11 +80,14 @@ def transfer_of(
         ranks: Of the communicator.
         reasons: Why data was copied.
         staged: Whether it was, on any rank.
+        registration: How NCCL has the arrays.
     """
     role = ROLES[call.operation]
     rows = ranks if role.input_rows or role.output_rows else 1
     nbytes = rows * call.columns * call.dtype.itemsize
-    return Transfer(call.operation.call, algorithm, not staged, "; ".join(reasons), nbytes)
+    return Transfer(
+        call.operation.call, algorithm, not staged, "; ".join(reasons), nbytes, registration
+    )
 
 
 def describe(

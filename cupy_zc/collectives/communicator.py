@@ -85,7 +85,8 @@ class Communicator(Calls, SymmetricArrays):
         self.rank = bootstrap.rank
         #: How many ranks there are.
         self.size = bootstrap.size
-        self._checker = Checker(self.rank, self.size, self._device, self._driver.name == "host")
+        host = self._driver.name == "host"
+        self._checker = Checker(self.rank, self.size, self._device, host, options.refuses)
         self._parts = assemble(
             bootstrap, topology, options, self._checker, self._part, self._interrupted, stack
         )
@@ -235,7 +236,8 @@ class Communicator(Calls, SymmetricArrays):
     def explain(self, array: Any) -> tuple[Rule, ...]:
         """Every rule that decides about zero-copy for an array, and what to do. Local."""
         with self._line.turn("explain"):
-            return self._registry.explain(array)
+            rules = self._registry.explain(array)
+            return rules + self._engine.rules(array) if array.nbytes else rules
 
     def collect(self) -> None:
         """Carry out what was deregistered, on all ranks. Collective. Errors: :meth:`register`."""

@@ -57,6 +57,7 @@ class DeviceEngine(WithinNode):
         timeout: Seconds that a kernel waits for a peer.
         deterministic: Whether sums must be the same from run to run.
         tables: From where an algorithm takes over; None: as the settings say, or the package.
+        spare: Multiprocessors that are left to another engine.
 
     Raises:
         AgreementError: GPUs cannot reach each other's memory, or another step failed; on all ranks.
@@ -77,6 +78,7 @@ class DeviceEngine(WithinNode):
         *,
         deterministic: bool = False,
         tables: Tables | None = None,
+        spare: int = 0,
     ) -> None:
         driver = registry.driver
         assert isinstance(driver, KernelDriver)  # the engine is chosen by the driver's name
@@ -93,7 +95,9 @@ class DeviceEngine(WithinNode):
         self.is_well, self.close_lane = self._health.is_well, registry.lanes.drop
         self._copies = Copies(driver)
         self._repeat: Repeat | None = None
-        self._machine = machine_of(registry, self.size, tables, deterministic=deterministic)
+        self._machine = machine_of(
+            registry, self.size, tables, spare=spare, deterministic=deterministic
+        )
         self._bound: Callable[[int, int], bool] = nothing_is_bound
         self._records, self._side, self._windows = step(
             registry, "set up the device engine", partial(local_parts, registry, self.size)

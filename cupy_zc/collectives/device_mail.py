@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..driver.api import KernelDriver, KernelName, round_up
-from ..errors import MismatchError
 from ..registration import Registry, SymmetricHeap, SymmetricMemory
 from .call import Transfer
-from .checks import Checker, overlap
+from .checks import Checker
 from .device_args import mix, nanoseconds, unmix
 from .device_copies import Copies
 from .device_lane import Records
 from .device_plan import KEPT_FREE, THREADS
 from .dtypes import DTYPES
+from .own_mail import OwnMail, apart
 from .point_to_point import Letter, Parcel
 
 __all__ = ["DeviceMail", "MailArgs", "MailLaunch", "MailPart", "MailSizes"]
@@ -147,8 +146,7 @@ class DeviceMail:
         self._streams: dict[int, Any] = {}
         #: Of a send that may wait: all of them together leave the collectives their room.
         self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
-        #: What this rank sent to itself.
-        self._own: deque[tuple[Any, Any]] = deque()
+        self._own = OwnMail(driver, checker, copies)
         self._template = MailArgs(
             MailPart(peer=NOBODY), MailPart(peer=NOBODY), area.ptr,
             ctypes.addressof(self.record), Records.MAIL, nanoseconds(budget),
@@ -167,9 +165,9 @@ class DeviceMail:
         given, taken, peer = letter.given, letter.taken, letter.peer
         tracks = self._sizes.tracks
         if peer == self.rank:
-            return self._to_itself(letter, stream), None
+            return self._own.enqueue(letter, stream), None
         if given is not None and taken is not None:
-            source, reason = self._apart(given, taken, stream)
+            source, reason = apart(self._copies, given, taken, stream)
             both = (source.data.ptr, given), (taken.info.ptr, taken)
             made = None
             if self._in_turn(peer) or self._driver.capture_info(stream) is not None:
@@ -205,7 +203,7 @@ class DeviceMail:
     def close(self) -> None:
         """Drop the area, what was sent to this rank itself, and the streams: all has ended."""
         self._area = None
-        self._own.clear()
+        self._own.close()
         self._streams.clear()
 
     def _launch(
@@ -239,13 +237,6 @@ class DeviceMail:
     def _copy(self, parcel: Parcel, stream: Any) -> Any:
         return self._copies.of(parcel.info.ptr, parcel.nbytes, stream)
 
-    def _apart(self, given: Parcel, taken: Parcel, stream: Any) -> tuple[Any, str]:
-        """What to send where the receiving array must not overlap it, and why it is a copy."""
-        if not overlap(given.info, taken.info):
-            return given.array, ""
-        copy = self._copy(given, stream)  # freed in the order of the stream
-        return copy, "in_array overlaps out_array, so it was copied"
-
     def _in_turn(self, peer: int) -> bool:
         """Whether all that was sent to a peer before has been pushed."""
         ahead = self._streams.get(peer)
@@ -271,28 +262,3 @@ class DeviceMail:
         if stream is None:
             stream = self._streams[peer] = self._driver.make_stream(non_blocking=True)
         return stream
-
-    def _to_itself(self, letter: Letter, stream: Any) -> Transfer:
-        given, taken = letter.given, letter.taken
-        if given is not None and taken is not None:
-            source, reason = self._apart(given, taken, stream)
-            self._driver.copy(taken.info.ptr, source.data.ptr, given.nbytes, stream)
-            return Transfer("send_recv", "copy", not reason, reason, given.nbytes)
-        if given is not None:
-            self._own.append((given.kind, self._copy(given, stream)))
-            return Transfer("send", "copy", False, "a send does not wait", given.nbytes)
-        assert taken is not None  # a letter has one of the two
-        name = self._checker.name("recv")
-        if not self._own:
-            raise MismatchError(
-                f"{name}: rank {self.rank} receives from itself and has sent nothing"
-            )
-        sent, copy = self._own.popleft()
-        if sent != taken.kind:
-            raise MismatchError(
-                f"{name}: rank {self.rank} sent {sent} to itself and expects {taken}; arrays are "
-                "received in the order in which they were sent; nothing was written"
-            )
-        self._driver.copy(taken.info.ptr, copy.data.ptr, taken.nbytes, stream)
-        self._copies.record_stream(copy, stream)
-        return Transfer("recv", "copy", False, "the sender copied it", taken.nbytes)

@@ -37,7 +37,7 @@ TURNS = 20
 
 
 def machine_of(
-    registry: Registry, ranks: int, tables: Tables | None, *, deterministic: bool
+    registry: Registry, ranks: int, tables: Tables | None, *, spare: int, deterministic: bool
 ) -> Machine:
     """What the ranks share; they have no multicast as yet. Collective.
 
@@ -45,6 +45,7 @@ def machine_of(
         registry: Of the ranks.
         ranks: How many.
         tables: From where an algorithm takes over; None: as ``CUPY_ZC_PLAN`` says, or the package.
+        spare: Multiprocessors of a GPU that are left to another engine.
         deterministic: Whether sums must be the same from run to run.
 
     Raises:
@@ -78,7 +79,8 @@ def machine_of(
     sharing = Counter(uuid for uuid, _, _ in said)
     # All blocks of all ranks must fit their GPU at once, one a multiprocessor, beside kernels of
     # mail that wait for their receivers.
-    blocks = max(1, min((count - KEPT_FREE) // sharing[uuid] for uuid, count, _ in said))
+    kept = KEPT_FREE + spare
+    blocks = max(1, min((count - kept) // sharing[uuid] for uuid, count, _ in said))
     blocks = min(blocks, MAX_BLOCKS)
     return Machine(
         ranks, blocks, True, sizes(ranks, used), deterministic=deterministic, tables=used

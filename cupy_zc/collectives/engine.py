@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
-from ..registration import Probe, Registration
+from ..registration import Probe, Registration, Rule
 from .call import Call, Transfer
 from .point_to_point import Letter
 
@@ -85,12 +85,27 @@ class Engine(Protocol):
         """
         ...
 
+    def adopt(self, segment: Segment) -> None:
+        """The ranks have a segment at one offset, for as long as the communicator. Collective.
+
+        Args:
+            segment: Of the symmetric heap; one that is known already is no matter.
+
+        Raises:
+            AgreementError: a rank cannot use it; on all ranks of the node.
+        """
+        ...
+
     def collect(self) -> None:
         """Carry out what was let go of outside of the node's windows. Collective.
 
         Raises:
             AgreementError: it failed on a rank; on all of them.
         """
+        ...
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:
+        """What decides, besides the registry's rules, how an array is carried. Local."""
         ...
 
     def preload(self, code: int, reduction: int) -> None:
@@ -204,5 +219,12 @@ class WithinNode:
     def register(self, registration: Registration) -> None:
         """Nothing: the windows of the node carry all data."""
 
+    def adopt(self, segment: Segment) -> None:
+        """Nothing: as above."""
+
     def collect(self) -> None:
         """Nothing: the registry does it."""
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:  # noqa: ARG002
+        """None: the registry has them all."""
+        return ()

@@ -21,7 +21,8 @@ import cupy
 from ..driver.api import Driver
 from ..group import Across, vote
 from ..group.naming import numbered
-from ..registration import Probe, Registration
+from ..memory.blocks import Segment
+from ..registration import Probe, Registration, Rule
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
 from .call import BARRIER, Call, Transfer, transfer_of
 from .device_copies import Extra
@@ -129,6 +130,11 @@ class HierarchicalEngine:
         self._rail.register(registration)
         self._whole.register(registration)
 
+    def adopt(self, segment: Segment) -> None:
+        """Let the tiers use a segment that all ranks have. Collective."""
+        self._rail.adopt(segment)
+        self._whole.adopt(segment)
+
     def collect(self) -> None:
         """Carry out what was let go of, on the tiers. Collective."""
         self._on_all("collect between nodes", self._collect)
@@ -136,6 +142,10 @@ class HierarchicalEngine:
     def _collect(self) -> None:
         self._rail.collect()
         self._whole.collect()
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:
+        """What the rails need."""
+        return self._rail.engine.rules(array)
 
     def preload(self, code: int, reduction: int) -> None:
         """Load what calls of an element type and a reduction may need. Local."""
@@ -170,7 +180,7 @@ class HierarchicalEngine:
 
     def wait(self, point: Any) -> None:
         """Wait behind calls of this engine. What is between nodes ends by itself in time."""
-        with self._named["node"]():
+        with self._named["node"](), self._rail.waiting(), self._whole.waiting():
             self._engine.wait(point)
 
     def decline(self) -> None:

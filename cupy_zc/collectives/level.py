@@ -56,6 +56,8 @@ class Level:
         abandon: Callable[[], None],
         interrupted: Callable[[Collection[int], int, Call], None],
         stack: ExitStack,
+        *,
+        spare: int = 0,
     ) -> Engine:
         """The engine that carries out calls of these ranks. Collective.
 
@@ -64,6 +66,7 @@ class Level:
             abandon: Called when the ranks have lost each other, to let the peers know.
             interrupted: Asked in a long wait whether peers capture instead; see ``HostEngine``.
             stack: As for the class.
+            spare: Multiprocessors of a GPU that are left to another engine.
         """
         engine: Engine
         if backend == "device":
@@ -71,7 +74,7 @@ class Level:
 
             engine = DeviceEngine(
                 self.registry, self.heap, self.checker, self.departed, abandon, self._timeout,
-                deterministic=self._options.deterministic, tables=self._options.tables,
+                deterministic=self._options.deterministic, tables=self._options.tables, spare=spare,
             )  # fmt: skip
         else:
             engine = HostEngine(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..config import settings
 from ..driver import select
 from ..driver.api import Driver
@@ -21,6 +23,8 @@ from ..group import Bootstrap, Topology, agree_equal, discover, from_mpi, from_t
 from ..group.bootstrap import check_member
 from ..group.naming import shorten, sides
 from ..memory import installed_pool
+from .dtypes import refuse_reduction
+from .nccl_calls import refuse_nccl_reduction
 from .plan import SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -113,6 +117,12 @@ class Options:
     def wait(self) -> float:
         """Seconds to wait for a rank that user code can delay."""
         return settings().timeout if self.timeout is None else self.timeout
+
+    @property
+    def refuses(self) -> Callable[[np.dtype[Any], str], str | None]:
+        """What is allowed in place of a reduction that the engine cannot do."""
+        by_nccl = self.driver.name == "cuda" and self.engine not in WITHIN_NODE
+        return refuse_nccl_reduction if by_nccl else refuse_reduction
 
     @property
     def insists(self) -> bool:

@@ -17,6 +17,7 @@ from ..registration import SymmetricHeap
 
 if TYPE_CHECKING:
     from .checks import Checker
+    from .engine import Engine
     from .ordering import Line
 
 __all__ = ["SymmetricArrays"]
@@ -28,6 +29,7 @@ class SymmetricArrays(ABC):
     _checker: Checker
     _driver: Driver
     _heap: SymmetricHeap
+    _engine: Engine
     _line: Line
 
     @abstractmethod
@@ -72,4 +74,6 @@ class SymmetricArrays(ABC):
         with self._line.turn(call), self._everywhere(call):
             nbytes = math.prod(lengths) * kind.itemsize
             memory = self._heap.allocate(nbytes, f"Communicator.{call}")
+            if nbytes:
+                self._engine.adopt(memory.mem.segment)
             return cupy.ndarray(lengths, kind, memory, order=order)

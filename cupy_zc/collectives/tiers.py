@@ -5,16 +5,19 @@ A tier is an engine with what it takes to use it from another one: its own regis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
+from ..memory.blocks import Segment
 from ..registration import Choice, Registration, pin
 from .call import BARRIER, Call
 from .engine import Engine
 from .level import Level
+from .nccl import NcclEngine
 
-__all__ = ["HostTier", "Tier"]
+__all__ = ["HostTier", "NcclTier", "Tier"]
 
 
 class Tier(Protocol):
@@ -28,6 +31,10 @@ class Tier(Protocol):
 
     def register(self, registration: Registration) -> None:
         """As :meth:`Engine.register`, without a word to the node."""
+        ...
+
+    def adopt(self, segment: Segment) -> None:
+        """As :meth:`Engine.adopt`."""
         ...
 
     def collect(self) -> None:
@@ -48,6 +55,10 @@ class Tier(Protocol):
 
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank. Local, from any thread."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block that waits for what was enqueued. Local."""
         ...
 
     def part(self) -> None:
@@ -97,6 +108,9 @@ class HostTier:
             raise
         registration.at_end(lambda: self._registry.let_go(registration, segments))
 
+    def adopt(self, segment: Segment) -> None:
+        """Nothing: what calls touch is registered at agreed numbers."""
+
     def collect(self) -> None:
         """Carry out what was let go of."""
         self._registry.collect("collect on the tier")
@@ -118,6 +132,10 @@ class HostTier:
         """To be given again when all ranks of the tier have said so."""
         self.engine.close_lane(lane)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Nothing is to be known: every wait of the host engine ends by itself."""
+        return nullcontext()
+
     def part(self) -> None:
         """Close the channels."""
         self._level.part()
@@ -128,3 +146,59 @@ class HostTier:
             stack.callback(self._level.heap.close)
             stack.callback(self.engine.close)
             stack.callback(self._registry.close)
+
+
+class NcclTier:
+    """Ranks that NCCL connects.
+
+    Args:
+        engine: Theirs.
+    """
+
+    def __init__(self, engine: NcclEngine) -> None:
+        self.engine: Engine = engine
+        self._nccl = engine
+        self._lanes = itertools.count(1)
+
+    def enter(self, calls: Iterable[Call]) -> None:
+        """Nothing: what calls touch is not registered with NCCL."""
+
+    def register(self, registration: Registration) -> None:
+        """Register with NCCL."""
+        self._nccl.register(registration)
+
+    def adopt(self, segment: Segment) -> None:
+        """Register with NCCL."""
+        self._nccl.adopt(segment)
+
+    def collect(self) -> None:
+        """Deregister what was let go of."""
+        self._nccl.collect()
+
+    def open_lane(self) -> int:
+        """A number for a graph; NCCL needs no memory of ours."""
+        lane = next(self._lanes)
+        self._nccl.begin(lane)
+        return lane
+
+    def fit_lane(self, lane: int, call: Call) -> None:
+        """Nothing: NCCL keeps for the graph what its calls need."""
+
+    def lane_bytes(self, lane: int) -> int:
+        """Nothing of ours."""
+        return self._nccl.lane_bytes(lane)
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self._nccl.end(lane)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Replays that do not end in it are aborted in time."""
+        return self._nccl.health.waiting()
+
+    def part(self) -> None:
+        """Nobody is told: ranks of other nodes learn it from their own, or by the timeout."""
+
+    def close(self) -> None:
+        """Give the communicators of NCCL back."""
+        self._nccl.close()

@@ -137,6 +137,9 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool: ...
+    def record(self, stream: Any) -> Any:
+        """Make it the end of a stream, which must not be capturing. Its device is current."""
+        ...
 
 
 class Stream(Protocol):

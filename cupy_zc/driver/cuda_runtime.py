@@ -48,6 +48,19 @@ class CudaEvent:
         handle: int = self._event.ptr
         return handle
 
+    def record(self, stream: Any) -> None:
+        """Make it the end of a stream of its device, which is current. Below a microsecond.
+
+        Raises:
+            DriverError: CUDA refused.
+        """
+        self._done = False
+        try:
+            runtime.eventRecord(self._event.ptr, stream.ptr)
+        except runtime.CUDARuntimeError:
+            with runtime_call("cudaEventRecord", f"stream={stream.ptr:#x}"):
+                raise
+
     @property
     def done(self) -> bool:
         """Whether all work before the point is done. Never waits.

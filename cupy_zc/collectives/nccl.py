@@ -1,0 +1,402 @@
+"""The NCCL engine: ranks of any nodes, each call one call of NCCL.
+
+It moves what the arrays are, in place where NCCL has them registered (:mod:`.nccl_registration`).
+NCCL compares nothing: ranks that make different calls wait for each other until the timeout, or mix
+up their data. Captured calls are compared by whoever records them (:mod:`.captured`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..driver.api import KernelDriver, using_stream
+from ..errors import Error
+from ..group import Bootstrap
+from ..memory.blocks import Segment
+from ..registration import Probe, Registration, Registry, Rule
+from .call import BARRIER, Call, Transfer, transfer_of
+from .checks import Checker
+from .device_copies import Copies
+from .engine import Place
+from .local import LocalWork
+from .nccl_calls import nccl_call
+from .nccl_health import NcclHealth
+from .nccl_library import Nccl, NotInTimeError, in_time, load_nccl
+from .nccl_mail import NcclMail
+from .nccl_registration import NcclRegistrations
+from .nccl_rules import nccl_rules
+from .nccl_setup import agreed_library, keep_from_multicast, make_comms, together
+from .plan import REDUCTIONS, Operation
+from .point_to_point import Letter
+
+__all__ = ["NcclEngine"]
+
+_log = logging.getLogger("cupy_zc")
+
+#: Multiprocessors that NCCL may use where a node's engine works beside it.
+RAIL_BLOCKS = 16
+#: Bytes of an all_reduce for which NCCL connects what it uses for large ones.
+_WARM_BYTES = 8 << 20
+_INT32, _SUM = 2, REDUCTIONS.index("sum")
+_IN_PLACE = "all_to_all in place copies the input"
+
+
+class _Made:
+    """A collective as it was handed to NCCL, to be made again."""
+
+    __slots__ = ("_arguments", "_divide", "_engine", "_function", "_transfer", "_version")
+
+    def __init__(
+        self,
+        engine: NcclEngine,
+        function: Callable[..., None],
+        arguments: tuple[int, ...],
+        divide: Callable[[Any], None] | None,
+        transfer: Transfer,
+        version: int,
+    ) -> None:
+        self._engine = engine
+        self._function = function
+        self._arguments = arguments
+        self._divide = divide
+        self._transfer = transfer
+        self._version = version
+
+    def launch(self, stream: Any) -> bool:
+        """Make it again, eager; see :class:`~.engine.Repeat`."""
+        engine = self._engine
+        registrations = engine.registrations
+        if (
+            engine.health.failure is not None
+            or registrations.stale
+            or registrations.version != self._version  # it may be another transfer by now
+        ):
+            return False
+        try:
+            self.enqueue(stream)
+        except BaseException as error:
+            engine.fail(error)
+            raise
+        engine.health.made(stream)
+        return True
+
+    def enqueue(self, stream: Any) -> None:
+        """Hand it to NCCL."""
+        self._engine.hand_over(self._function, self._arguments, stream)
+        if self._divide is not None:
+            self._divide(stream)
+        self._engine.done = self._transfer
+
+
+class NcclEngine:
+    """Carries out checked calls of ranks that NCCL connects.
+
+    Args:
+        group: The ranks; stays the caller's.
+        registry: Of the node; has the lanes of graphs.
+        checker: The names of calls, for errors; its ranks are those of ``group``.
+        departed: Gives the ranks that are known to have died or closed.
+        abandon: Called when the ranks have lost each other, to let the peers know.
+        timeout: Seconds that a call may take.
+        local: Work on own memory.
+        sharp: Whether there is one rank a node, so that IB SHARP can carry reductions.
+        beside: Whether another engine works on the GPU at the same time.
+        mail: Whether there are point-to-point calls.
+        load: Gives NCCL.
+    """
+
+    name = "nccl"
+    multicast_probe: Probe | None = None
+
+    def __init__(
+        self,
+        group: Bootstrap,
+        registry: Registry,
+        checker: Checker,
+        departed: Callable[[], Collection[int]],
+        abandon: Callable[[], None],
+        timeout: float,
+        local: LocalWork,
+        *,
+        sharp: bool,
+        beside: bool,
+        mail: bool,
+        load: Callable[[], Nccl] | None = None,
+    ) -> None:
+        assert isinstance(registry.driver, KernelDriver)
+        self.size = checker.size
+        self._group, self._registry, self._checker = group, registry, checker
+        self._driver: KernelDriver = registry.driver
+        self._device = registry.device
+        self._departed, self._abandon, self._timeout = departed, abandon, timeout
+        self._local, self._sharp, self._beside, self._with_mail = local, sharp, beside, mail
+        self._load = load or load_nccl
+        self._copies = Copies(self._driver)
+        self._lanes: dict[int, object] = {}
+        self._repeat: _Made | None = None
+        self._mail: NcclMail | None = None
+        self._token: Any = None
+        #: What the last call did.
+        self.done: Transfer | None = None
+        self.health: NcclHealth
+        self.registrations: NcclRegistrations
+        self._library: Nccl
+        self._comm: Any = None
+
+    # Set-up
+
+    def connect(self) -> None:
+        """Make the communicators of NCCL, and try them out. Collective.
+
+        Raises:
+            AgreementError: NCCL is not there on a rank, or could not connect it; on all of them.
+            MismatchError: ranks have different versions of NCCL.
+        """
+        keep_from_multicast(self._registry.multicast.status)
+        library = agreed_library(self._group, self._load)
+        comms = make_comms(
+            self._group, library, self._driver, self._device, 3 if self._with_mail else 1,
+            sharp=self._sharp, most_blocks=RAIL_BLOCKS if self._beside else None,
+        )  # fmt: skip
+        self._library, self._comm = library, comms[0]
+        self.health = NcclHealth(
+            self._checker.rank, library, self._driver, self._device, self._timeout,
+            self._departed, self._abandon,
+        )  # fmt: skip
+        self.health.watch(comms)
+        self.registrations = NcclRegistrations(
+            self._group, library, self._comm, lambda: self.health.idle, self._timeout
+        )
+        if self._with_mail:
+            self._mail = NcclMail(
+                library, comms[1], comms[2], self._driver, self._checker, self._copies
+            )
+        together(self._group, "add up with NCCL", self._try_out)
+
+    def _try_out(self) -> None:
+        """Add ones up; rails do what they will do later, so that NCCL connects it now."""
+        nbytes = _WARM_BYTES if self._beside else 8
+        memory = self._token = self._driver.plain_memory(nbytes)
+        with using_stream(self._driver.make_stream(non_blocking=True), self._driver.current_stream):
+            stream = self._driver.current_stream()
+            self._driver.write(memory.ptr, np.ones(1, "i4").tobytes())
+            self._sum(1, stream)
+            self.health.wait(stream)
+            total = int(np.frombuffer(self._driver.read(memory.ptr, 4), "i4")[0])
+            if total != self.size:
+                raise Error(f"NCCL added {self.size} ones up to {total}")
+            if self._beside:
+                at = memory.ptr
+                self._sum(nbytes // 4, stream)
+                call, there = self.hand_over, (at, at)
+                call(self._library.reduce, (*there, 1, _INT32, _SUM, 0), stream)
+                call(self._library.broadcast, (*there, 1, _INT32, 0), stream)
+                call(self._library.all_to_all, (at, at + nbytes // 2, 1, _INT32), stream)
+                self.health.made(stream)
+                self.health.wait(stream)
+
+    def _sum(self, count: int, stream: Any) -> None:
+        """An all_reduce of memory of the engine, eager."""
+        at = self._token.ptr
+        self.hand_over(self._library.all_reduce, (at, at, count, _INT32, _SUM), stream)
+        self.health.made(stream)
+
+    def hand_over(
+        self, function: Callable[..., None], arguments: tuple[int, ...], stream: Any
+    ) -> None:
+        """One call of NCCL."""
+        health = self.health
+        health.inside = time.monotonic()
+        try:
+            function(*arguments, self._comm, stream.ptr)
+        finally:
+            health.inside = 0.0
+
+    def prove_multicast(self, bound: Callable[[int, int], bool]) -> str:  # noqa: ARG002
+        """Nothing to be proved: NCCL has multicast objects of its own."""
+        return ""
+
+    def register(self, registration: Registration) -> None:
+        """Register segments with NCCL. Collective."""
+        self.registrations.register(registration)
+
+    def adopt(self, segment: Segment) -> None:
+        """Register a segment of the symmetric heap. Collective."""
+        self.registrations.adopt(segment, self._registry.channel)
+
+    def collect(self) -> None:
+        """Deregister what was let go of. Local."""
+        self.registrations.sweep()
+
+    def preload(self, code: int, reduction: int) -> None:
+        """What divides; NCCL has loaded its kernels."""
+        if REDUCTIONS[reduction] == "avg":
+            self._local.preload([code])
+
+    # What it did, and what went wrong
+
+    def last(self, *, ended: bool) -> Transfer | None:  # noqa: ARG002
+        """What the last call did; see :meth:`Engine.last`."""
+        return self.done
+
+    def rules(self, array: Any) -> tuple[Rule, ...]:
+        """What decides how NCCL carries an array."""
+        return nccl_rules(self.registrations, array, sharp=self._sharp)
+
+    def check(self, call: object) -> None:
+        """Raise what went wrong."""
+        self.health.check(call)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Make no further calls, and end those under way."""
+        return self.health.fail(error)
+
+    def wait(self, point: Any) -> None:
+        """Wait for a stream or an event."""
+        self.health.wait(point)
+
+    def decline(self) -> None:
+        """No peer waits for an answer here: what is captured is compared elsewhere."""
+
+    # Graphs
+
+    def open_lane(self) -> int:
+        """A lane for a graph. It takes no memory."""
+        lane = self._registry.lanes.take()
+        self.begin(lane)
+        return lane
+
+    def begin(self, lane: int) -> None:
+        """A graph has calls of this engine from now on."""
+        self._lanes[lane] = object()
+        self.health.replays = True
+
+    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+        """Nothing: NCCL keeps for the graph what its calls need."""
+
+    def lane_bytes(self, lane: int) -> int:  # noqa: ARG002
+        """Nothing of ours."""
+        return 0
+
+    def close_lane(self, lane: int) -> None:
+        """The graph of a lane is gone on this rank."""
+        self.end(lane)
+        self._registry.lanes.drop(lane)
+
+    def end(self, lane: int) -> None:
+        """A graph is gone. From any thread."""
+        self.registrations.let_go(self._lanes.pop(lane))
+        self.health.replays = bool(self._lanes)
+
+    def invalidate(self) -> None:
+        """Let every replay end without doing anything from now on: the communicator is aborted."""
+        try:
+            in_time("replays", partial(self._driver.synchronize, self._device), self._timeout)
+        except NotInTimeError:
+            _log.warning("rank %d: a replay does not end; it is aborted", self._checker.rank)
+        self.fail(Error(f"{self._checker.name('close')}: closed while graphs with its calls live"))
+
+    # A call
+
+    def places(self, work: Call | Letter) -> tuple[Place, ...]:
+        """What is copied before NCCL has it; what NCCL copies by itself it does not tell."""
+        if isinstance(work, Letter):
+            return ()
+        reason = self._copied(work)
+        return (Place(-1, 0, reason, None),) if reason else ()
+
+    def _copied(self, call: Call) -> str:
+        in_place = call.operation is Operation.ALL_TO_ALL and call.in_place and self.size > 1
+        return call.clash or (_IN_PLACE if in_place else "")
+
+    def enqueue(self, work: Call | Letter, stream: Any, lane: int = 0) -> None:
+        """Put a call at the end of a stream."""
+        self._repeat = None
+        if self.registrations.stale:
+            self.registrations.sweep()
+        try:
+            if isinstance(work, Letter):
+                self._send_or_receive(work, stream)
+            elif work is BARRIER:
+                self._sum(1, stream)
+            else:
+                self._collective(work, stream, lane)
+        except BaseException as error:
+            if not lane:  # the others are in this call
+                self.fail(error)
+            raise
+
+    def _collective(self, call: Call, stream: Any, lane: int) -> None:
+        arrays = [each for each in (call.input, call.output) if each is not None]
+        said = [self.registrations.mode(array, captured=bool(lane)) for array in arrays]
+        copied = self._copied(call)
+        reasons = [copied] if copied else []
+        reasons += [f"NCCL copies: {why}" for _, why in said if why]
+        mode = "none" if reasons else said[0][0]
+        transfer = transfer_of(
+            call, "nccl", self.size, reasons, staged=bool(reasons), registration=mode
+        )
+        if not call.columns:
+            self.done = transfer
+            return
+        source, target = self._addresses(call, copied, stream)
+        function, arguments, divisor = nccl_call(call, self.size, source, target, sharp=self._sharp)
+        divide = None
+        if divisor > 1:
+            count = call.columns
+            divide = partial(self._local.divide, target, count, call.code, divisor)
+        made = _Made(
+            self, getattr(self._library, function), arguments, divide, transfer,
+            self.registrations.version,
+        )  # fmt: skip
+        made.enqueue(stream)
+        if lane:
+            self.registrations.hold(self._lanes[lane], arrays)
+        else:
+            self.health.made(stream)
+            self._repeat = None if copied else made
+
+    def _addresses(self, call: Call, copied: str, stream: Any) -> tuple[int, int]:
+        """Of input and output; that of the other one where this rank has only one."""
+        target = call.input if call.output is None else call.output
+        source = target if call.input is None else call.input
+        address: int = source.data.ptr
+        if copied:
+            address = self._copies.of(address, source.nbytes, stream).data.ptr
+        return address, target.data.ptr
+
+    def _send_or_receive(self, letter: Letter, stream: Any) -> None:
+        assert self._mail is not None  # the engine of a rail has none
+        captured = self._driver.capture_info(stream) is not None
+        self.health.inside = time.monotonic()
+        try:
+            self.done, on = self._mail.enqueue(letter, stream)
+        finally:
+            self.health.inside = 0.0
+        if captured:
+            arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
+            self.registrations.hold(self, arrays)  # there is no lane that tells of its end
+        else:
+            self.health.made(on)
+
+    def repeat(self) -> _Made | None:
+        """The collective that was enqueued last."""
+        return self._repeat
+
+    def close(self) -> None:
+        """Give back what there is. Local."""
+        with ExitStack() as stack:
+            stack.callback(self._copies.close)
+            if self._comm is not None:  # it was connected
+                stack.callback(self.health.close)
+                stack.callback(self.registrations.close, aborted=self.health.failure is not None)
+            if self._mail is not None:
+                stack.callback(self._mail.close)
+            self._repeat = self._token = None

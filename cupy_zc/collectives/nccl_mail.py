@@ -1,0 +1,120 @@
+"""send, recv and send_recv by NCCL.
+
+NCCL carries out the calls of one communicator one after another, whatever their streams, and a send
+ends only when it is received. So a ``send`` copies its array and goes out on a stream of its own,
+and there are two communicators: one for messages to higher ranks and one for those to lower ranks.
+In a ring of sends with all receives behind them, the last rank has nothing to send upwards, so it
+receives, then the one before it can, and so on.
+
+Nothing is compared: a ``recv`` that expects another size than was sent is an error of NCCL, or a
+time-out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..driver.api import KernelDriver
+from .call import Transfer
+from .checks import Checker
+from .device_copies import Copies
+from .nccl_calls import BYTES
+from .nccl_library import Nccl
+from .own_mail import OwnMail, apart
+from .point_to_point import Letter, Parcel
+
+__all__ = ["NcclMail"]
+
+
+class _Ways(NamedTuple):
+    """Communicators of all ranks."""
+
+    up: Any
+    down: Any
+
+
+class NcclMail:
+    """The point-to-point calls of one rank.
+
+    Args:
+        library: NCCL.
+        up: A communicator for messages to higher ranks.
+        down: One for those to lower ranks.
+        driver: Of the device.
+        checker: The names of calls, for errors.
+        copies: Makes copies.
+    """
+
+    def __init__(
+        self,
+        library: Nccl,
+        up: Any,
+        down: Any,
+        driver: KernelDriver,
+        checker: Checker,
+        copies: Copies,
+    ) -> None:
+        self._library = library
+        self._ways = _Ways(up, down)
+        self._driver = driver
+        self._rank = checker.rank
+        self._copies = copies
+        self._own = OwnMail(driver, checker, copies)
+        #: Where sends wait: of those to higher ranks, and of those to lower ones.
+        self._ahead: dict[bool, Any] = {}
+
+    def enqueue(self, letter: Letter, stream: Any) -> tuple[Transfer, Any]:
+        """Put a point-to-point call at the end of a stream.
+
+        Returns:
+            What it does, and the stream that NCCL's part of it is on.
+
+        Raises:
+            MismatchError: a ``recv`` of this rank from itself finds no message that fits.
+            DriverError: NCCL refused.
+        """
+        given, taken, peer = letter.given, letter.taken, letter.peer
+        if peer == self._rank:
+            return self._own.enqueue(letter, stream), stream
+        if given is not None and taken is not None:
+            source, reason = apart(self._copies, given, taken, stream)
+            # On two streams: one kernel would wait for the other, in another order on each rank.
+            ahead = self._stream_to(peer)
+            self._driver.follow(ahead, stream)
+            self._send(source.data.ptr, given, peer, ahead)
+            self._recv(taken, peer, stream)
+            self._driver.follow(stream, ahead)
+            return Transfer("send_recv", "nccl", not reason, reason, given.nbytes), stream
+        if taken is not None:
+            self._recv(taken, peer, stream)
+            return Transfer("recv", "nccl", True, "", taken.nbytes), stream
+        assert given is not None  # a letter has one of the two
+        if self._driver.capture_info(stream) is not None:
+            self._send(given.info.ptr, given, peer, stream)
+            return Transfer("send", "nccl", True, "", given.nbytes), stream
+        copy = self._copies.of(given.info.ptr, given.nbytes, stream)
+        ahead = self._stream_to(peer)
+        self._driver.follow(ahead, stream)
+        self._send(copy.data.ptr, given, peer, ahead)
+        self._copies.record_stream(copy, ahead)
+        reason = "a send does not wait for its peer"
+        return Transfer("send", "copy", False, reason, given.nbytes), ahead
+
+    def _send(self, address: int, given: Parcel, peer: int, stream: Any) -> None:
+        way = self._ways.up if peer > self._rank else self._ways.down
+        self._library.send(address, given.nbytes, BYTES, peer, way, stream.ptr)
+
+    def _recv(self, taken: Parcel, peer: int, stream: Any) -> None:
+        way = self._ways.down if peer > self._rank else self._ways.up
+        self._library.recv(taken.info.ptr, taken.nbytes, BYTES, peer, way, stream.ptr)
+
+    def _stream_to(self, peer: int) -> Any:
+        up = peer > self._rank
+        if up not in self._ahead:
+            self._ahead[up] = self._driver.make_stream(non_blocking=True)
+        return self._ahead[up]
+
+    def close(self) -> None:
+        """Drop what was sent to this rank itself, and the streams: all has ended."""
+        self._own.close()
+        self._ahead.clear()
