@@ -71,7 +71,8 @@ class FakeNccl:
             comm = FakeComm(world, group, size, rank, sharp)
             comm.most_blocks = most_blocks
             world.wait(lambda: False, seconds=world.slow.get(rank, 0.0))
-            world.wait(lambda: rank not in world.hanging)
+            if not world.wait(lambda: rank not in world.hanging):
+                raise nccl_error("init", "RemoteError", "the test let it hang")
             members: dict[int, FakeComm] = group.setdefault("members", {})
             if rank in members or any(each.size != size for each in members.values()):
                 world.mistake(f"rank {rank} of {size} cannot join {sorted(members)}")
@@ -79,6 +80,7 @@ class FakeNccl:
             world.changed.notify_all()
             if not world.wait(lambda: len(members) == size):
                 missing = sorted(set(range(size)) - set(members))
+                del members[rank]  # who comes later does not find all
                 raise nccl_error("init", "RemoteError", f"ranks {missing} did not come")
             twins = [each for each in members.values() if each.device == comm.device]
             if world.distinct_devices and len(twins) > 1:
@@ -111,6 +113,7 @@ class FakeNccl:
         world.wait(lambda: comm.launched == comm.ended, f"{comm} was to be {state}, but has work")
         world.wait(lambda: not comm.in_graphs(), f"{comm} was to be {state}, but is in graphs")
         comm.state = state
+        world.changed.notify_all()
 
     def _use(self, comm: FakeComm, function: str) -> None:
         if comm.state != "alive":
@@ -246,10 +249,12 @@ class FakeNccl:
 
 @contextlib.contextmanager
 def fake_nccl(driver: EmulatedDriver, **options: Any) -> Iterator[FakeNccl]:
-    """NCCL, whose communicators must all be gone in the end, and no mistake made."""
+    """NCCL, whose communicators must all be gone in the end, or soon, and no mistake made."""
     world = FakeWorld(driver, **options)
     try:
         yield FakeNccl(world)
+        with world.changed:
+            world.wait(lambda: not world.alive, seconds=2.0)  # what was left behind goes on
     finally:
         world.stop()
     assert not world.mistakes, world.mistakes

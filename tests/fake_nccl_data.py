@@ -12,6 +12,7 @@ import numpy as np
 
 __all__ = [
     "P2P",
+    "TYPES",
     "Part",
     "Span",
     "carry_out",

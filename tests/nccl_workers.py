@@ -193,15 +193,24 @@ def register_and_log(rank: int, size: int, port: int, ours: bool) -> str:
         if ours:
             pool = MemoryPool(driver="cuda")
             cupy.cuda.set_allocator(pool.malloc)
-        array = cupy.ones(16 << 20, "f4")
+        array, other = cupy.ones(16 << 20, "f4"), cupy.empty(16 << 20, "f4")
         if ours:
             comm.register(array)
+            comm.register(other)
         for _ in range(3):
-            comm.all_reduce(array, array)
+            comm.all_reduce(array, other)
         comm.synchronize()
-        assert got(array[:1])[0] == size**3
         assert comm.last_transfer is not None
-        return comm.last_transfer.registration
+        eager = comm.last_transfer.registration
+        stream = cupy_zc.Stream(driver="cuda")
+        with stream:
+            stream.begin_capture()
+            comm.all_reduce(array, other)
+            graph = stream.end_capture()
+            graph.launch(stream)
+        stream.synchronize()
+        assert got(other[:1])[0] == size
+        return eager
 
 
 def one_of_many(rank: int, size: int, port: int, backend: str) -> str:
@@ -218,7 +227,9 @@ def host_cost(rank: int, size: int, port: int) -> dict[str, float]:
     with connected(rank, size, port, "nccl") as comm, cupy_zc.Stream(driver="cuda") as stream:
         array, other = comm.zeros(256, "f4"), comm.zeros(256, "f4")
         engine: Any = comm._engine
-        ours, bare, calls = [], [], 300
+        ours: list[float] = []
+        bare: list[float] = []
+        calls = 300
         for _ in range(7):
             for into, body in (
                 (ours, lambda: comm.all_reduce(array, other)),

@@ -38,7 +38,7 @@ def nccl(driver: EmulatedDriver) -> Iterator[FakeNccl]:
 @pytest.fixture
 def careless(driver: EmulatedDriver) -> Iterator[FakeNccl]:
     """With which mistakes are made, that a test looks for."""
-    world = FakeWorld(driver, deadline=0.3)
+    world = FakeWorld(driver, deadline=10)
     yield FakeNccl(world)
     world.stop()
 
@@ -251,6 +251,7 @@ def test_a_rank_that_was_aborted_lets_the_others_wait(nccl: FakeNccl) -> None:
 
 def test_work_that_nobody_meets_ends_as_a_mistake(careless: FakeNccl) -> None:
     def body(rank: Rank) -> None:
+        careless.world.deadline = 0.3
         if rank.number == 0:
             rank.add_all()
             rank.stream.synchronize()
@@ -285,6 +286,18 @@ def test_ranks_that_wait_for_one_that_failed_can_be_let_go(nccl: FakeNccl) -> No
         ("ncclCommInitRankConfig", "SystemError", 2),
     ]
     assert "[1] did not come" in str(outcomes[0])
+
+
+def test_who_comes_when_the_others_gave_up_does_not_join(careless: FakeNccl) -> None:
+    identity = careless.unique_id()
+    careless.world.deadline = 0.1
+    for number in (0, 1):
+        with pytest.raises(DriverError, match=rf"ranks \[{1 - number}\] did not come"):
+            rank_of(careless, 2, number, identity)
+    careless.world.hanging.add(0)
+    with pytest.raises(DriverError, match="the test let it hang"):
+        rank_of(careless, 1, 0, careless.unique_id())
+    assert not careless.world.made
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -350,6 +363,7 @@ def test_a_window_waits_for_all_ranks(careless: FakeNccl) -> None:
     careless.world.failures["register_window", 1] = ["SystemError"]
 
     def body(rank: Rank) -> str:
+        careless.world.deadline = 0.3
         with pytest.raises(DriverError) as caught:
             careless.register_window(rank.comm, rank.at, BYTES)
         return caught.value.result
@@ -386,7 +400,7 @@ WRONG: dict[str, Callable[[Rank], object]] = {
     "while it has work": lambda r: _deregister_early(r),
     "which it does not have": lambda r: r.nccl.deregister(r.comm, 7),
     "has memory registered": lambda r: r.nccl.register(r.comm, r.at, 4),
-    "destroy on": lambda r: (r.nccl.abort(r.comm), r.nccl.destroy(r.comm)),
+    "destroy on": lambda r: _destroy_late(r),
     "after its communicator was destroyed": lambda r: _replay_late(r),
     "memory of a group overlaps": lambda r: _exchange(r, r.at + 4, r.stream),
     "on several streams": lambda r: _exchange(r, r.at + 64, r.driver.make_stream()),
@@ -400,8 +414,14 @@ def _deregister_early(rank: Rank) -> None:
         rank.nccl.deregister(rank.comm, handle)
 
 
+def _destroy_late(rank: Rank) -> None:
+    rank.nccl.abort(rank.comm)
+    rank.nccl.destroy(rank.comm)
+
+
 def _replay_late(rank: Rank) -> None:
     graph = captured(rank)
+    rank.nccl.world.deadline = 0.3
     rank.nccl.destroy(rank.comm)
     graph.launch(rank.stream)
     rank.stream.synchronize()

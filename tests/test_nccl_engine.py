@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import collective_workers as work
@@ -9,10 +10,10 @@ import pytest
 from collective_workers import Buffers
 from device_ranks import device
 from emulated_driver import EmulatedDriver
-from fake_nccl import FakeNccl, fake_nccl
+from fake_nccl import FakeNccl, FakeWorld, fake_nccl
 from several_nodes import LARGE, SMALL, pretend
 
-from cupy_zc import Communicator
+from cupy_zc import ClosedError, Communicator, PeerTimeoutError
 from cupy_zc.collectives import nccl as engine
 from cupy_zc.collectives.acts import Sizes
 from cupy_zc.collectives.nccl_calls import refuse_nccl_reduction
@@ -70,3 +71,35 @@ def test_rails_of_nccl_beside_nodes_of_kernels_do_what_numpy_says(
                 work.check(comm, case, buffers)
 
         work.run(comms, body)
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=["one node", "two nodes"])
+def test_a_rank_that_does_not_come_ends_the_call_of_the_other_one(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, node_of: tuple[int, ...]
+) -> None:
+    world = FakeWorld(device)
+    monkeypatch.setattr(engine, "load_nccl", lambda: FakeNccl(world))
+    with pretend(node_of, driver=device, backend="nccl", register="manual", timeout=1) as comms:
+        late = comms[1]
+        gone = node_of == (0, 0)
+
+        def body(comm: Communicator) -> str:
+            array = comm.empty(1000, "f4")
+            comm.all_reduce(array, array)
+            comm.synchronize()
+            if comm is late:
+                if gone:
+                    comm._node.part()  # as if it had died
+                return ""
+            began = time.monotonic()
+            with pytest.raises(PeerTimeoutError) as raised:
+                comm.all_reduce(array, array)
+                comm.synchronize()
+            assert time.monotonic() - began < 5
+            with pytest.raises(ClosedError):
+                comm.all_reduce(array, array)
+            return str(raised.value)
+
+        said = work.run(comms, body)[0]
+        assert ("rank 1 gone" in said) if gone else ("not over after 1 s" in said)
+    world.stop()

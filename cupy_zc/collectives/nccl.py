@@ -182,7 +182,7 @@ class NcclEngine:
 
     def _try_out(self) -> None:
         """Add ones up; rails do what they will do later, so that NCCL connects it now."""
-        nbytes = _WARM_BYTES if self._beside else 8
+        nbytes = _WARM_BYTES if self._beside else 8 + 2 * self.size
         memory = self._token = self._driver.plain_memory(nbytes)
         with using_stream(self._driver.make_stream(non_blocking=True), self._driver.current_stream):
             stream = self._driver.current_stream()
@@ -192,6 +192,10 @@ class NcclEngine:
             total = int(np.frombuffer(self._driver.read(memory.ptr, 4), "i4")[0])
             if total != self.size:
                 raise Error(f"NCCL added {self.size} ones up to {total}")
+            if self._mail is not None:
+                self._mail.connect(memory.ptr, self.size, stream)
+                self.health.made(stream)
+                self.health.wait(stream)
             if self._beside:
                 at = memory.ptr
                 self._sum(nbytes // 4, stream)

@@ -81,6 +81,8 @@ def nccl_call(call: Call, size: int, source: int, target: int, *, sharp: bool) -
     """
     role = ROLES[call.operation]
     if not role.reduces:
+        if call.operation is Operation.BROADCAST and call.output is None:
+            target = source  # NCCL writes the root's output too
         moved = (call.columns * call.dtype.itemsize, BYTES)
         rest = (*moved, call.root) if role.rooted else moved
         return NcclCall(_FUNCTIONS[call.operation], (source, target, *rest), 1)

@@ -134,21 +134,20 @@ class NcclHealth:
             if self.failure is None:
                 self.failure = error
             aborts, self._aborted = not self._aborted and bool(self._comms), True
-        if aborts:
-            # Not waited for: it does not return while a graph lives that has calls recorded.
-            name = "cupy-zc nccl abort"
-            threading.Thread(target=self._abort, name=name, daemon=True).start()
+        for comm in list(self._comms) if aborts else ():
+            # Not waited for: it does not return while a graph lives that has calls recorded. Each
+            # in a thread of its own: one gives memory back, for which CUDA waits for all kernels.
+            end = partial(self._abort, comm)
+            threading.Thread(target=end, name="cupy-zc nccl abort", daemon=True).start()
         self._abandon()
         return self.failure
 
-    def _abort(self) -> None:
+    def _abort(self, comm: Any) -> None:
         until = time.monotonic() + COURTESY
         while self.inside and time.monotonic() < until:
             time.sleep(0.001)
-        with self._driver.use_device(self._device), ExitStack() as stack:
-            stack.enter_context(self._logging())
-            for comm in self._comms:
-                stack.callback(self._library.abort, comm)
+        with self._driver.use_device(self._device), self._logging():
+            self._library.abort(comm)
 
     @contextmanager
     def _logging(self) -> Iterator[None]:

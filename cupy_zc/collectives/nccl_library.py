@@ -142,7 +142,9 @@ def _raising(name: str, function: Callable[..., _T], error: type[Exception]) -> 
 def _failure(name: str, error: Exception) -> DriverError:
     code = int(getattr(error, "status", -1))
     text = str(error)
-    cause = f"{text.partition(': ')[2] or text}; NCCL_DEBUG=WARN lets NCCL say more"
+    cause = text.partition(": ")[2] or text
+    if "NCCL_DEBUG" not in cause:
+        cause = f"{cause}; NCCL_DEBUG=WARN lets NCCL say more"
     return DriverError(name, text.partition(" ")[0], code, cause=cause)
 
 
@@ -180,7 +182,7 @@ class _Bindings:
         self._state = of("ncclCommGetAsyncError", bindings.comm_get_async_error)
 
     def unique_id(self) -> bytes:
-        made = self._unique_id()  # it owns the bytes
+        made = self._unique_id()  # its bytes go with it
         return ctypes.string_at(made.ptr, _ID_BYTES)
 
     def init(
@@ -224,6 +226,10 @@ def load_nccl() -> Nccl:
         ) from missing
     try:
         library = _Bindings(bindings)
+    except AttributeError as missing:
+        raise Error(
+            f"nccl4py is too old: {missing}; 0.3 or later is needed; {install}"
+        ) from missing
     except (RuntimeError, OSError) as missing:  # cuda-pathfinder's DynamicLibNotFoundError is one
         raise Error(f"libnccl cannot be loaded: {missing}; {install}") from missing
     if library.version < OLDEST:

@@ -6,6 +6,10 @@ and there are two communicators: one for messages to higher ranks and one for th
 In a ring of sends with all receives behind them, the last rank has nothing to send upwards, so it
 receives, then the one before it can, and so on.
 
+The first message between two ranks connects them, and until both are at it their hosts wait. So
+ranks are all connected in the beginning, up to :data:`PAIRS` of them; where there are more, a ring
+of first sends is a time-out.
+
 Nothing is compared: a ``recv`` that expects another size than was sent is an error of NCCL, or a
 time-out.
 """
@@ -23,7 +27,10 @@ from .nccl_library import Nccl
 from .own_mail import OwnMail, apart
 from .point_to_point import Letter, Parcel
 
-__all__ = ["NcclMail"]
+__all__ = ["PAIRS", "NcclMail"]
+
+#: Ranks that are connected with each other in the beginning.
+PAIRS = 64
 
 
 class _Ways(NamedTuple):
@@ -62,6 +69,18 @@ class NcclMail:
         self._own = OwnMail(driver, checker, copies)
         #: Where sends wait: of those to higher ranks, and of those to lower ones.
         self._ahead: dict[bool, Any] = {}
+
+    def connect(self, address: int, ranks: int, stream: Any) -> None:
+        """Exchange a byte with every rank, both ways. Collective.
+
+        Args:
+            address: Of two bytes for each rank.
+            ranks: How many there are.
+            stream: Where.
+        """
+        if ranks <= PAIRS:
+            for way in self._ways:
+                self._library.all_to_all(address, address + ranks, 1, BYTES, way, stream.ptr)
 
     def enqueue(self, letter: Letter, stream: Any) -> tuple[Transfer, Any]:
         """Put a point-to-point call at the end of a stream.
