@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..group import Topology
+from .call import Call
 from .plan import Operation
 
 __all__ = [
@@ -168,6 +169,14 @@ class Shape:
     divides_last: bool
     root: int
     in_place: bool
+
+    @classmethod
+    def of(cls, call: Call) -> Shape:
+        """That of a call."""
+        return cls(
+            call.operation, call.columns, call.dtype.itemsize, call.reduction,
+            call.dtype.kind in "iu", call.root, call.in_place,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,11 +278,7 @@ class HierarchicalEngine:
     # A call
 
     def _schedule(self, call: Call) -> Schedule | None:
-        shape = Shape(
-            call.operation, call.columns, call.dtype.itemsize, call.reduction,
-            call.dtype.kind in "iu", call.root, call.in_place,
-        )  # fmt: skip
-        return self._schedules.of(shape)
+        return self._schedules.of(Shape.of(call))
 
     def places(self, work: Call | Letter) -> tuple[Place, ...]:
         """Where the user's arrays are, as far as other ranks touch them. Local."""
