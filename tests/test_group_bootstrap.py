@@ -11,7 +11,9 @@ import pytest
 
 from cupy_zc import config
 from cupy_zc.errors import (
+    AgreementError,
     ClosedError,
+    Error,
     InvalidTypeError,
     InvalidValueError,
     MismatchError,
@@ -21,10 +23,11 @@ from cupy_zc.group import (
     Bootstrap,
     from_tcp,
     in_process,
+    tcp_store,
     waiting,
 )
 from cupy_zc.group.bootstrap import MAX_PAYLOAD
-from cupy_zc.group.naming import name_ranks, shorten
+from cupy_zc.group.naming import name_ranks, numbered, shorten, sides
 
 Maker = Callable[[int], list[Bootstrap]]
 
@@ -79,6 +82,26 @@ def test_a_split_group_outlives_its_parent(make: Maker) -> None:
 
     outcomes = workers.all_fine(workers.in_threads(4, body))
     assert outcomes == [[b"\0", b"\1"]] * 2 + [[b"\2", b"\3"]] * 2
+
+
+def test_groups_that_all_ranks_know_need_not_be_asked_for(make: Maker) -> None:
+    group = make(6)
+
+    def body(rank: int) -> list[list[bytes]]:
+        node, rail = [rank // 3 * 3 + at for at in range(3)], [rank % 3 + 3, rank % 3]
+        with group[rank].part(node) as one, group[rank].part(rail) as other:
+            assert other.rank == 1 - rank // 3
+            return [each.all_gather(bytes([rank])) for each in (other, one)]
+
+    for rank, (rail, node) in enumerate(workers.all_fine(workers.in_threads(6, body))):
+        assert rail == [bytes([rank % 3 + 3]), bytes([rank % 3])]
+        assert node == [bytes([rank // 3 * 3 + at]) for at in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [1, 2], [1, 1], [-1, 1]])
+def test_a_group_without_this_rank_or_with_none_is_refused(make: Maker, ranks: list[int]) -> None:
+    with pytest.raises(InvalidValueError, match="part: ranks"):
+        make(2)[1].part(ranks)
 
 
 def test_different_calls_are_a_mismatch_on_every_rank_and_leave_the_group_in_step(
@@ -245,8 +268,47 @@ def test_ranks_find_each_other_by_the_environment_alone(monkeypatch: pytest.Monk
         member.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            MismatchError("differ"),
+            r"0 is 3, 1 is 11, 2 is 19, .*, 15 is 123, \.\.\. \(512 in all\)",
+        ),
+        (AgreementError("no", 300), r"300 is 2403, 0 is 3, 1 is 11, .*, 14 is 115, \.\.\. \(512"),
+        (PeerTimeoutError("gone", [9, 511]), r"9 is 75, 511 is 4091, 0 is 3, .* \(512 in all\)"),
+    ],
+)
+def test_of_a_large_group_an_error_says_which_ranks_of_it_are_concerned(
+    error: Error, words: str
+) -> None:
+    with pytest.raises(type(error), match=words), numbered("rail 3", range(3, 4096, 8)):
+        raise error
+
+
+def test_a_rank_that_waits_asks_seldom_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that wait do so, and the answer is as long as they are many."""
+    asked: list[object] = []
+    real = tcp_store.pack_ranks
+    monkeypatch.setattr(tcp_store, "pack_ranks", lambda ranks: asked.append(1) or real(ranks))
+    group = workers.over_tcp(2)
+
+    def body(rank: int) -> None:
+        time.sleep(1.2 * rank)
+        group[rank].barrier(timeout=60)
+
+    workers.all_fine(workers.in_threads(2, body))
+    for member in reversed(group):
+        member.close()
+    assert not asked
+
+
 def test_many_ranks_and_long_values_are_named_briefly() -> None:
     assert name_ranks([4]) == "rank 4"
     assert name_ranks(range(100)).endswith("14, 15, ... (100 in all)")
+    assert sides({rank: str(rank) for rank in range(16)}).endswith("rank 15 has 15")
+    many = sides({rank: str(rank // 8) for rank in range(4096)})
+    assert many.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 have 0; ranks 8, 9")
+    assert many.endswith("126, 127 have 15, ... (512 in all)")
     assert shorten("x" * 300) == "x" * 200 + "... (300 characters)"
     assert MAX_PAYLOAD == 1 << 30

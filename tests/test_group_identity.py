@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 IDENTITY = st.builds(
     NodeIdentity,
-    boot_id=st.sampled_from("ab"),
-    namespaces=st.tuples(st.integers(0, 1), st.just(0), st.integers(0, 1)),
+    machine=st.sampled_from([bytes([number]) * 16 for number in range(5)]),
 )
 
 
@@ -55,16 +54,15 @@ def test_ranks_share_a_node_exactly_when_they_are_the_same_machine(
         assert arrange(identities, other).node_of == topology.node_of
 
 
-@given(IDENTITY)
+@given(IDENTITY, st.integers(0, 1 << 40))
 @settings(max_examples=20)
-def test_identities_arrive_as_they_were_sent(given_identity: NodeIdentity) -> None:
+def test_identities_arrive_as_they_were_sent(given_identity: NodeIdentity, node_size: int) -> None:
+    given_identity = dataclasses.replace(given_identity, node_size=node_size)
     assert NodeIdentity.from_bytes(given_identity.to_bytes()) == given_identity
 
 
 def test_processes_of_one_machine_say_the_same() -> None:
     here = NodeIdentity.here()
-    assert here.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert all(here.namespaces)
     code = (
         "from cupy_zc.group import NodeIdentity; import sys;"
         "sys.stdout.buffer.write(NodeIdentity.here().to_bytes())"
@@ -73,6 +71,23 @@ def test_processes_of_one_machine_say_the_same() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=30
     )
     assert NodeIdentity.from_bytes(run.stdout) == here
+
+
+def test_a_boot_and_each_namespace_make_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert identity._boot_id() == boot_id
+    real = identity._namespace
+    assert all(real(name) for name in ("ipc", "net", "pid"))
+    machines = [NodeIdentity.here().machine]
+    for other in ("ipc", "net", "pid"):
+        monkeypatch.setattr(
+            identity, "_namespace", lambda name, other=other: real(name) + (name == other)
+        )
+        machines.append(NodeIdentity.here().machine)
+    monkeypatch.setattr(identity, "_namespace", real)
+    monkeypatch.setattr(identity, "_boot_id", lambda: boot_id[::-1])
+    machines.append(NodeIdentity.here().machine)
+    assert len(set(machines)) == 5
 
 
 def test_a_process_that_cannot_tell_where_it_is_shares_with_nobody(tmp_path: Path) -> None:
@@ -97,4 +112,4 @@ def test_pretend_nodes_split_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_different_node_sizes_are_a_mismatch() -> None:
     with pytest.raises(MismatchError, match=r"rank 0 has 0; rank 1 has 2"):
-        arrange([NodeIdentity("a", ()), NodeIdentity("a", (), 2)], 0)
+        arrange([NodeIdentity(b"a"), NodeIdentity(b"a", 2)], 0)

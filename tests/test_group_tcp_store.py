@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import group_workers as workers
 import pytest
 
 from cupy_zc.errors import (
+    InvalidValueError,
     MismatchError,
     PeerTimeoutError,
 )
@@ -53,7 +56,7 @@ def test_garbage_is_refused_and_disturbs_nobody(
             with contextlib.suppress(ConnectionResetError):
                 while data := stranger.recv(1 << 12):
                     answer += data
-        assert b"CZS1\x05" in answer
+        assert b"CZS2\x05" in answer
         assert any(re.search(reason, record.getMessage()) for record in caplog.records)
 
 
@@ -176,6 +179,69 @@ def test_a_store_that_runs_out_of_descriptors_goes_on(
     assert workers.logged(caplog, "Too many open files")
 
 
+def test_a_store_of_many_ranks_raises_the_limit_of_descriptors_as_far_as_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(1024, 1 << 20)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    for size in (500, 4096):
+        Store("127.0.0.1", 0, size, b"").close()
+    ((soft, hard),) = limits[1:]
+    assert 4096 < soft < 5000
+    assert hard == 1 << 20
+    limits.append((1024, 4096))
+    with pytest.raises(InvalidValueError, match=r"size=4096.*ranks at most.*4096 desc.*ulimit -n"):
+        Store("127.0.0.1", 0, 4096, b"")
+
+
+def test_an_answer_waits_once_for_all_ranks_that_do_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not once for each: rank 0 would need the square of what a rank gets."""
+    size = 4
+    group = workers.over_tcp(size)
+    store = group[0]._store  # type: ignore[attr-defined]
+    held = threading.Event()
+    real = Store._write
+    monkeypatch.setattr(Store, "_write", lambda *a: real(*a) if held.is_set() else None)
+    calls = [
+        threading.Thread(target=lambda each=each: each.all_gather(bytes(1000))) for each in group
+    ]
+    for call in calls:
+        call.start()
+    until = time.monotonic() + 10
+    while sum(len(each.outbox) for each in store._members.values()) < size:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    waiting = {id(each.outbox[0].obj) for each in store._members.values()}
+    held.set()
+    for call in calls:
+        call.join(10)
+    for member in reversed(group):
+        member.close()
+    assert len(waiting) == 1
+
+
+def test_ranks_that_leave_are_told_to_those_who_wait_alone_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bytes] = []
+    real = tcp_store.frame
+    monkeypatch.setattr(tcp_store, "frame", lambda kind, *a: told.append(kind) or real(kind, *a))
+    group = workers.over_tcp(6)
+    waits = threading.Thread(target=lambda: workers.in_threads(1, lambda _: group[1].barrier()))
+    waits.start()
+    for member in group[:1:-1]:
+        while len(group[0]._store._waiting) < 1 and wire.Kind.GONE not in told:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        member.close()
+    waits.join(10)
+    group[1].close()
+    group[0].close()
+    assert told.count(wire.Kind.GONE) == 1
+
+
 def test_a_store_that_fails_is_closed_and_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +272,7 @@ def test_a_store_that_does_not_read_ends_at_the_deadline(monkeypatch: pytest.Mon
 
 def test_an_answer_that_makes_no_sense_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     group = workers.over_tcp(2)
-    monkeypatch.setattr(tcp_store, "pack_items", lambda _: b"short")
+    monkeypatch.setattr(tcp_store, "pack_offers", lambda _: b"short")
 
     def body(rank: int) -> None:
         with pytest.raises(MismatchError, match="does not make sense: a list of items"):

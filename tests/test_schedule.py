@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cupy_zc.collectives.schedule as module
 from cupy_zc.collectives.acts import Copy, Divide, Follow, Schedule, Shape, Sizes, Step, World
 from cupy_zc.collectives.plan import REDUCTIONS, ROLES, Operation
-from cupy_zc.collectives.schedule import schedule
+from cupy_zc.collectives.schedule import Schedules, schedule
 
 SCHEDULED = (
     Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER, Operation.ALL_GATHER,
@@ -222,3 +225,28 @@ def test_of_a_large_all_reduce_each_rail_gets_its_part_and_each_element_goes_onc
     assert sorted(element for rank in sent for element in rank) == list(range(columns))
     rest = local * max(1, 16 // itemsize)  # goes by the leader alone
     assert max(map(len, sent)) <= columns // local + rest
+
+
+def test_a_schedule_is_made_once() -> None:
+    (world, *_) = worlds(2, 2)
+    kept = Schedules(world, Sizes())
+    shape = Shape(Operation.ALL_REDUCE, 64, 4, 0, False, 0, False)
+    assert kept.of(shape) == schedule(shape, world, Sizes())
+    assert kept.of(replace(shape)) is kept.of(shape)
+    nothing = replace(shape, columns=0)
+    assert kept.of(nothing) is kept.of(nothing) is None
+
+
+def test_kept_schedules_of_many_nodes_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduce_scatter of large rows has acts for each node."""
+    monkeypatch.setattr(module, "_KEPT", 1000)
+    (world, *_) = worlds(40, 2)
+    kept = Schedules(world, Sizes(scratch=1))
+    most = 0
+    for columns in range(1, 50):
+        shape = Shape(Operation.REDUCE_SCATTER, columns, 4, 0, False, 0, False)
+        assert kept.of(shape) is kept.of(shape)
+        acts = [plan.acts for plan in kept._made.values() if plan is not None]
+        assert kept._acts == sum(1 + len(each) for each in acts) <= 1000
+        most = max(most, len(acts))
+    assert most > 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..group import Topology
+from .call import Call
 from .plan import Operation
 
 __all__ = [
@@ -93,11 +95,9 @@ class Sizes:
     scratch: int = 4 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class World:
-    """Where a rank is among nodes of equal size. A communicator has one, so it equals itself only:
-    schedules are looked up by it in every call, and it has thousands of ranks.
-    """
+    """Where a rank is among nodes of equal size."""
 
     nodes: int
     #: Ranks of a node.
@@ -107,6 +107,17 @@ class World:
     local: int
     #: By node: its ranks, ascending.
     ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, topology: Topology) -> World:
+        """That of a rank whose nodes have as many ranks each."""
+        nodes = topology.nodes
+        return cls(len(nodes), topology.local_size, topology.node, topology.local_rank, nodes)
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks with the place of this one in their nodes, in the order of nodes."""
+        return tuple(ranks[self.local] for ranks in self.ranks)
 
     @property
     def size(self) -> int:
@@ -158,6 +169,14 @@ class Shape:
     divides_last: bool
     root: int
     in_place: bool
+
+    @classmethod
+    def of(cls, call: Call) -> Shape:
+        """That of a call."""
+        return cls(
+            call.operation, call.columns, call.dtype.itemsize, call.reduction,
+            call.dtype.kind in "iu", call.root, call.in_place,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

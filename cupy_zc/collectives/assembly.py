@@ -92,10 +92,9 @@ class _Several:
         self.local = local_work(options.driver, options.device)
         self.stack.callback(self.local.close)
 
-    def part_of(self, color: int, key: int) -> Bootstrap:
+    def part_of(self, ranks: Sequence[int]) -> Bootstrap:
         """Some of the ranks."""
-        part = self.bootstrap.split(color, key)
-        assert part is not None  # every rank has a color
+        part = self.bootstrap.part(ranks)
         self.stack.callback(part.close)
         return part
 
@@ -127,16 +126,17 @@ class _Several:
         if len(nodes) == 1:
             node = Level(self.bootstrap, topology, self.options, self.checker, self.stack)
             return Parts(node, self.connected(node, self.bootstrap, self.checker), None, _nothing)
-        node_ranks = self.part_of(topology.node, topology.local_rank)
+        node_ranks = self.part_of(topology.node_ranks)
         groups: tuple[Bootstrap, ...] = (node_ranks,)
         node = self.level(node_ranks, f" of {self.node_name}")
         engine = self.connected(
             node, self.bootstrap, self.checker, sharp=len(nodes) == topology.size
         )
         if topology.is_even:
-            rail = self.part_of(topology.local_rank, topology.node)
+            ranks = World.of(topology).rail
+            rail = self.part_of(ranks)
             groups = (node_ranks, rail)
-            across = self.across(rail, [members[topology.local_rank] for members in nodes])
+            across = self.across(rail, ranks)
         else:
             across = self.across(self.bootstrap, range(topology.size))
         return Parts(node, engine, across, _nothing, groups)
@@ -167,12 +167,9 @@ class _Several:
     def hierarchical(self, interrupted: _Interrupted) -> Parts:
         """A node, the rail, and all ranks."""
         topology = self.topology
-        world = World(
-            len(topology.nodes), topology.local_size, topology.node, topology.local_rank,
-            topology.nodes,
-        )  # fmt: skip
-        node_ranks = self.part_of(topology.node, topology.local_rank)
-        rail_ranks = self.part_of(topology.local_rank, topology.node)
+        world = World.of(topology)
+        node_ranks = self.part_of(topology.node_ranks)
+        rail_ranks = self.part_of(world.rail)
         node = self.level(node_ranks, f" of {self.node_name}")
         parents = Parents()
 
@@ -197,8 +194,7 @@ class _Several:
                 self.connected(node, rail_ranks, checker, sharp=True, beside=True, mail=False)
             )
             whole = NcclTier(self.connected(node, self.bootstrap, self.checker))
-        rail_of = [members[topology.local_rank] for members in topology.nodes]
-        across = self.across(rail_ranks, rail_of)
+        across = self.across(rail_ranks, world.rail)
         made = HierarchicalEngine(node, engine, rail, whole, across, world, self.local, parents)
         self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))

@@ -58,7 +58,7 @@ class Transfer:
     reason: str
     #: Bytes of the larger of the two arrays, as far as the call uses them.
     bytes: int
-    #: How NCCL has the arrays: registered by ``register()`` as "local" or "window", by itself in a
+    #: How NCCL has the arrays; registered by ``register()`` as "local" or "window", by itself in a
     #: capture as "graph", or "none"; empty where NCCL did not carry the call.
     registration: str = ""
 

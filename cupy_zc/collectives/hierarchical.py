@@ -31,7 +31,7 @@ from .level import Level
 from .local import LocalWork, Rows
 from .parents import Parents
 from .point_to_point import Letter
-from .schedule import schedule
+from .schedule import Schedules
 from .tiers import Tier
 
 __all__ = ["HierarchicalEngine"]
@@ -84,8 +84,9 @@ class HierarchicalEngine:
         self._node, self._engine = node, engine
         self._rail, self._whole, self._across = rail, whole, across
         self._world, self._sizes = world, sizes or Sizes()
+        self._schedules = Schedules(world, self._sizes)
         self._local = local
-        rail_ranks = tuple(ranks[world.local] for ranks in world.ranks)
+        rail_ranks = world.rail
         #: Blocks whose errors have the numbers of these ranks.
         self._named: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "node": across.named,
@@ -277,11 +278,7 @@ class HierarchicalEngine:
     # A call
 
     def _schedule(self, call: Call) -> Schedule | None:
-        shape = Shape(
-            call.operation, call.columns, call.dtype.itemsize, call.reduction,
-            call.dtype.kind in "iu", call.root, call.in_place,
-        )  # fmt: skip
-        return schedule(shape, self._world, self._sizes)
+        return self._schedules.of(Shape.of(call))
 
     def places(self, work: Call | Letter) -> tuple[Place, ...]:
         """Where the user's arrays are, as far as other ranks touch them. Local."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..group import Bootstrap, Topology, agree_equal, discover, from_mpi, from_tcp, in_process
 from ..group.bootstrap import check_member
-from ..group.naming import sides
+from ..group.naming import shorten, sides
 from ..memory import installed_pool
 from .dtypes import refuse_reduction
 from .nccl_calls import refuse_nccl_reduction
@@ -47,6 +47,8 @@ _log = logging.getLogger("cupy_zc")
 WITHIN_NODE = ("host", "device")
 #: What a communicator can be on each driver; the first is for the ranks of one node.
 _BACKENDS = {"host": ("host", "hierarchical"), "cuda": ("device", "nccl", "hierarchical")}
+#: UUID of the current device, and how many a rank sees.
+_DEVICES = struct.Struct("!16sI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +234,10 @@ def choose(options: Options, topology: Topology) -> str:
             f"{sides(places, 'is at')}"
         )
     if asked == "hierarchical" and not topology.is_even:
+        sizes = ", ".join(str(len(node)) for node in topology.nodes)
         raise Error(
             f"rank {topology.rank}: backend='hierarchical' needs as many ranks on each node, and "
-            f"they have {', '.join(str(len(node)) for node in topology.nodes)}; 'auto' does without"
+            f"they have {shorten(sizes)}; 'auto' does without"
         )
     if asked != "auto":
         return asked
@@ -252,10 +255,10 @@ def _spread(bootstrap: Bootstrap, topology: Topology, options: Options) -> Optio
     in this thread: what the program allocates from here on is there.
     """
     driver = options.driver
-    own = [driver.device_info(options.device).uuid.hex(), driver.device_count()]
-    said = bootstrap.all_gather(json.dumps(own).encode(), tag="devices of the ranks")
+    own = _DEVICES.pack(driver.device_info(options.device).uuid, driver.device_count())
+    said = bootstrap.all_gather(own, tag="devices of the ranks")
     ranks = topology.machine_ranks
-    machine = [json.loads(said[rank]) for rank in ranks]
+    machine = [_DEVICES.unpack(said[rank]) for rank in ranks]
     least = min(count for _, count in machine)
     if len({uuid for uuid, _ in machine}) > 1 or len(machine) == 1 or least == 1:
         return options

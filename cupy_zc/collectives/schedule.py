@@ -24,7 +24,6 @@ of all that waits for it, and what it waits for on other ranks is at most chunk 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from .acts import (
@@ -42,14 +41,42 @@ from .acts import (
 )
 from .plan import REDUCTIONS, ROLES, Operation
 
-__all__ = ["schedule"]
+__all__ = ["Schedules", "schedule"]
 
 _SUM, _AVG = REDUCTIONS.index("sum"), REDUCTIONS.index("avg")
 #: Bytes to which the pieces of a rank are aligned.
 _ALIGNED = 16
+#: Acts of the schedules that a rank keeps, each of some 300 bytes.
+_KEPT = 1 << 16
 
 
-@functools.lru_cache(maxsize=4096)
+class Schedules:
+    """Schedules of one rank, each made once. They end with what has this.
+
+    Where chunks are those of nodes, a schedule has some acts for each node: kept are fewer of them
+    the more nodes there are, so that their memory has a bound.
+    """
+
+    def __init__(self, world: World, sizes: Sizes) -> None:
+        self._world, self._sizes = world, sizes
+        self._made: dict[Shape, Schedule | None] = {}
+        self._acts = 0
+
+    def of(self, shape: Shape) -> Schedule | None:
+        """As :func:`schedule`."""
+        try:
+            return self._made[shape]
+        except KeyError:
+            made = schedule(shape, self._world, self._sizes)
+        acts = 1 if made is None else 1 + len(made.acts)
+        if self._acts + acts > _KEPT:
+            self._made.clear()
+            self._acts = 0
+        self._acts += acts
+        self._made[shape] = made
+        return made
+
+
 def schedule(shape: Shape, world: World, sizes: Sizes) -> Schedule | None:
     """How a collective is carried out; None: by all ranks at once. Pure, the same on all ranks but
     for what each one's place makes of it.

@@ -102,12 +102,15 @@ def vote(
         MismatchError: it worked, but ranks did different steps.
         PeerTimeoutError: a rank did not vote; ``__cause__`` as above.
     """
+    own = _Ballot.of(step, error).to_bytes()
     try:
-        gathered = group.all_gather(_Ballot.of(step, error).to_bytes(), tag="vote", timeout=timeout)
+        gathered = group.all_gather(own, tag="vote", timeout=timeout)
     except Error as trouble:
         if error is not None:
             raise trouble from error
         raise
+    if error is None and set(gathered) == {own}:
+        return
     ballots = dict(zip(group.ranks, map(_Ballot.from_bytes, gathered), strict=True))
     failed = [rank for rank in group.ranks if ballots[rank].failure]
     if failed:
@@ -144,8 +147,8 @@ def agree_equal(
     """
     _check_plain(what, value)
     gathered = group.all_gather(repr(value).encode(), tag=f"agree on {what}", timeout=timeout)
-    values = {rank: item.decode() for rank, item in zip(group.ranks, gathered, strict=True)}
-    if len(set(values.values())) > 1:
+    if len(set(gathered)) > 1:
+        values = {rank: item.decode() for rank, item in zip(group.ranks, gathered, strict=True)}
         raise MismatchError(f"{what} must be equal on all ranks: {sides(values)}")
 
 

@@ -18,7 +18,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ClosedError, InvalidTypeError, InvalidValueError, MismatchError
 from .naming import sides
@@ -27,13 +27,20 @@ from .waiting import Wait
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MAX_PAYLOAD", "Bootstrap", "check_member"]
+__all__ = ["MAX_PAYLOAD", "Bootstrap", "Offer", "check_member"]
 
 #: Most bytes a rank may give to one call; also what a receiver believes of a length at most.
 MAX_PAYLOAD = 1 << 30
 
-_NAME = struct.Struct("!H")
 _SPLIT = struct.Struct("!?qq")
+
+
+class Offer(NamedTuple):
+    """What a rank gives to a gather."""
+
+    #: The call that it makes, in words.
+    call: bytes
+    payload: bytes
 
 
 def check_member(call: str, rank: int, size: int) -> None:
@@ -134,6 +141,22 @@ class Bootstrap(ABC):
             members = sorted(same, key=lambda rank: (answers[rank][2], rank))
         return self._join(members, timeout)
 
+    def part(self, ranks: Sequence[int], *, timeout: float | None = None) -> Bootstrap:
+        """:meth:`split` for ranks that know the groups already, and need not ask each other.
+
+        Args:
+            ranks: The group of this rank, in its order; all ranks of it give the same.
+            timeout: See the class.
+
+        Raises:
+            InvalidValueError: this rank is not among them, or one is no rank or there twice.
+        """
+        if self.rank not in ranks or len(set(ranks) & set(self.ranks)) < len(ranks):
+            raise InvalidValueError("part", "ranks", ranks, f"ranks with {self.rank} among them")
+        group = self._join(ranks, timeout)
+        assert group is not None  # there are members
+        return group
+
     def close(self) -> None:
         """Leave the group. Local, allowed twice, and what a forked child may call as well."""
         if not self._closed:
@@ -163,26 +186,21 @@ class Bootstrap(ABC):
         wait = Wait(f"rank {self.rank}: {name}", timeout)
         label = name.encode()[: 1 << 10]
         try:
-            items = self._gather(_NAME.pack(len(label)) + label + payload, wait)
+            offers = self._gather(Offer(label, payload), wait)
         except BaseException:
             self.close()
             raise
-        names: dict[int, str] = {}
-        payloads: list[bytes] = []
-        for rank, item in enumerate(items):
-            end = _NAME.size + _NAME.unpack_from(item)[0]
-            names[rank] = item[_NAME.size : end].decode(errors="replace")
-            payloads.append(item[end:])
-        if len(set(names.values())) > 1:
+        if len({offer.call for offer in offers}) > 1:
+            names = {rank: offer.call.decode(errors="replace") for rank, offer in enumerate(offers)}
             raise MismatchError(
                 f"the ranks do not make the same call: {sides(names, 'is at')}; "
                 "every rank must make the same calls in the same order"
             )
-        return payloads
+        return [offer.payload for offer in offers]
 
     @abstractmethod
-    def _gather(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Gather raw bytes from all ranks, in order."""
+    def _gather(self, offer: Offer, wait: Wait) -> list[Offer]:
+        """Gather what all ranks give, in order."""
 
     @abstractmethod
     def _join(self, members: Sequence[int], timeout: float | None) -> Bootstrap | None:

@@ -13,20 +13,25 @@ does; ``python -m mpi4py script.py`` makes an uncaught exception end the whole j
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import Error, InvalidTypeError
-from .bootstrap import Bootstrap
+from .bootstrap import Bootstrap, Offer
 from .waiting import Wait
+from .wire import pack_offer, unpack_offer
 
 __all__ = ["from_mpi"]
 
 _TAG = struct.Struct("!q")
+_DIGEST = 8
+#: What a rank tells of what it gives: bytes, and a digest.
+_HEAD = struct.Struct(f"!I{_DIGEST}s")
 _SHORTEST_PAUSE = 20e-6
 _LONGEST_PAUSE = 2e-3
 
@@ -51,9 +56,10 @@ def _load() -> Any:
 def _finish(requests: Sequence[_Request], buffers: object, wait: Wait) -> None:
     """Poll requests until all are done. On failure take back what can be."""
     pause = _SHORTEST_PAUSE
+    pending = requests
     try:
-        while missing := [rank for rank, _, request in requests if not request.Test()]:
-            wait.check({rank for rank in missing if rank is not None})
+        while pending := [each for each in pending if not each[2].Test()]:
+            wait.check({rank for rank, _, _ in pending if rank is not None})
             time.sleep(min(pause, wait.slice()))
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except BaseException:
@@ -92,35 +98,44 @@ class _MpiBootstrap(Bootstrap):
         self._tag = tag
         shared.users += 1
 
-    def _gather(self, payload: bytes, wait: Wait) -> list[bytes]:
-        own = np.frombuffer(payload, np.uint8)
+    def _gather(self, offer: Offer, wait: Wait) -> list[Offer]:
+        packed = pack_offer(offer)
+        head = _HEAD.pack(len(packed), hashlib.blake2b(packed, digest_size=_DIGEST).digest())
+        peers = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            sizes = [np.zeros(8, np.uint8) for _ in self._members]
-            self._swap(np.frombuffer(len(payload).to_bytes(8, "big"), np.uint8), sizes, wait)
-            parts = [np.zeros(int.from_bytes(size.tobytes(), "big"), np.uint8) for size in sizes]
-            self._swap(own, parts, wait)
+            heads = {peer: np.zeros(_HEAD.size, np.uint8) for peer in peers}
+            self._swap(head, heads, wait)
+            # Who gives the same as this rank does neither sends it nor gets it.
+            parts = {
+                peer: np.zeros(_HEAD.unpack(other.tobytes())[0], np.uint8)
+                for peer, other in heads.items()
+                if other.tobytes() != head
+            }
+            self._swap(packed, parts, wait)
         except self._shared.mpi.Exception as error:
             self._shared.broken = True
             raise Error(f"{wait.what}: MPI failed: {error}; a rank may have died") from error
         except BaseException:
             self._shared.broken = True
             raise
-        parts[self.rank] = own
-        return [part.tobytes() for part in parts]
+        return [
+            unpack_offer(parts[rank].tobytes()) if rank in parts else offer
+            for rank in range(self.size)
+        ]
 
-    def _swap(self, own: Any, parts: Sequence[Any], wait: Wait) -> None:
-        """Send ``own`` to every peer and receive ``parts``.
+    def _swap(self, data: bytes, parts: Mapping[int, Any], wait: Wait) -> None:
+        """Send ``data`` to the ranks of ``parts``, and receive these.
 
         MPI keeps the order of messages between two ranks with one tag, so that calls match up.
         """
         comm, byte = self._shared.comm, self._shared.mpi.BYTE
-        peers = [rank for rank in range(self.size) if rank != self.rank]
+        own = np.frombuffer(data, np.uint8)
         requests: list[_Request] = [
-            (peer, True, comm.Irecv([parts[peer], byte], self._members[peer], self._tag))
-            for peer in peers
+            (peer, True, comm.Irecv([part, byte], self._members[peer], self._tag))
+            for peer, part in parts.items()
         ]
         requests += [
-            (peer, False, comm.Isend([own, byte], self._members[peer], self._tag)) for peer in peers
+            (peer, False, comm.Isend([own, byte], self._members[peer], self._tag)) for peer in parts
         ]
         _finish(requests, (own, parts), wait)
 

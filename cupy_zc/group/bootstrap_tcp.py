@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import time
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from ..config import settings
 from ..errors import Error, MismatchError, PeerTimeoutError
 from .agreement import vote
-from .bootstrap import Bootstrap, check_member
+from .bootstrap import Bootstrap, Offer, check_member
 from .bootstrap_threads import in_process
 from .naming import name_ranks
 from .tcp_store import Store
@@ -31,8 +32,10 @@ from .wire import (
     frame,
     member_limit,
     pack_items,
+    pack_offer,
     proof,
     unpack_items,
+    unpack_offers,
     unpack_ranks,
 )
 
@@ -143,9 +146,9 @@ class _TcpBootstrap(Bootstrap):
         self._connection = connection
         self._store = store
 
-    def _gather(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _gather(self, offer: Offer, wait: Wait) -> list[Offer]:
         try:
-            return self._talk(payload, wait)
+            return self._talk(pack_offer(offer), wait)
         except PeerTimeoutError:  # a TimeoutError too, and complete already
             raise
         except ConnectionError as error:
@@ -155,20 +158,21 @@ class _TcpBootstrap(Bootstrap):
         except TimeoutError as error:
             raise wait.expired([0], "its store does not read") from error
 
-    def _talk(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _talk(self, payload: bytes, wait: Wait) -> list[Offer]:
         self._connection.send(Kind.GATHER, payload, wait.remaining())
         # Until the store says who is missing, rank 0 is: it keeps the store.
         missing = [0]
         while True:
-            # Half a slice: the names must be here before the moment at which they are needed.
-            answer = self._connection.receive(max(wait.slice() / 2, 0.01))
+            # Half the time that is left: the names must be here before the moment at which they are
+            # needed. And seldom before that: where many ranks wait, all of them ask.
+            answer = self._connection.receive(max(wait.slice(math.inf) / 2, 0.01))
             if answer is None:
                 wait.check(missing)
                 self._connection.send(Kind.WHO, b"", wait.remaining())
                 continue
             kind, data = answer
             if kind is Kind.RESULT:
-                return unpack_items(data)
+                return unpack_offers(data, self.size)
             if kind is Kind.GONE:
                 raise gone(wait.what, unpack_ranks(data))
             if kind is Kind.GAVE_UP:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from ..errors import InvalidValueError
-from .bootstrap import Bootstrap
+from .bootstrap import Bootstrap, Offer
 from .waiting import Wait, gone
 
 __all__ = ["in_process"]
@@ -18,15 +18,15 @@ class _Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.slots: dict[int, dict[int, bytes]] = {}
+        self.slots: dict[int, dict[int, Offer]] = {}
         self.read: dict[int, int] = {}
         self.gone: set[int] = set()
         self.parts: dict[tuple[int, int], _Hub] = {}
 
-    def gather(self, rank: int, call: int, payload: bytes, wait: Wait) -> list[bytes]:
+    def gather(self, rank: int, call: int, offer: Offer, wait: Wait) -> list[Offer]:
         with self.changed:
             slot = self.slots.setdefault(call, {})
-            slot[rank] = payload
+            slot[rank] = offer
             self.changed.notify_all()
             while len(slot) < self.size:
                 missing = set(range(self.size)) - slot.keys()
@@ -55,11 +55,12 @@ class _ThreadBootstrap(Bootstrap):
         self._hub = hub
         self._calls = 0
 
-    def _gather(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _gather(self, offer: Offer, wait: Wait) -> list[Offer]:
         self._calls += 1
-        return self._hub.gather(self.rank, self._calls, payload, wait)
+        return self._hub.gather(self.rank, self._calls, offer, wait)
 
     def _join(self, members: Sequence[int], timeout: float | None) -> Bootstrap | None:  # noqa: ARG002
+        self._calls += 1
         if not members:
             return None
         hub = self._hub.part(self._calls, members[0], len(members))

@@ -8,8 +8,9 @@ not the things we need: sockets (net), shared memory (ipc), process identity (pi
 from __future__ import annotations
 
 import functools
-import json
+import hashlib
 import os
+import struct
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ __all__ = ["NodeIdentity", "Topology", "arrange", "discover"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = ("ipc", "net", "pid")
+_DIGEST = 16
+#: Machine, and ranks of a pretend node: every rank gets this from each machine.
+_FORM = struct.Struct(f"!{_DIGEST}sQ")
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def _boot_id(path: Path = _BOOT_ID) -> str:
 
 
 def _namespace(name: str) -> int:
-    """Inode number of one of this process's namespaces, which is the same for all that share it."""
+    """Inode number of one of this process's namespaces, the same in it; 0 where not readable."""
     try:
         return os.stat(f"/proc/self/ns/{name}").st_ino  # noqa: PTH116 - a magic link, not a path
     except OSError:
@@ -47,26 +51,26 @@ def _namespace(name: str) -> int:
 class NodeIdentity:
     """What a process knows of its machine. Ranks with equal ones can share memory."""
 
-    boot_id: str
-    #: Inode numbers of the ipc, net and pid namespace; 0 where not readable.
-    namespaces: tuple[int, ...]
+    #: Digest of the boot id, and of the ipc, net and pid namespace.
+    machine: bytes
     #: ``settings().node_size``: ranks a pretend node, 0 for real nodes.
     node_size: int = 0
 
     @classmethod
     def here(cls) -> NodeIdentity:
         """The identity of this process."""
-        return cls(_boot_id(), tuple(map(_namespace, _NAMESPACES)), settings().node_size)
+        said = " ".join([_boot_id(), *(str(_namespace(name)) for name in _NAMESPACES)])
+        machine = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
+        return cls(machine, settings().node_size)
 
     def to_bytes(self) -> bytes:
         """For the way through a bootstrap."""
-        return json.dumps([self.boot_id, self.namespaces, self.node_size]).encode()
+        return _FORM.pack(self.machine, self.node_size)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> NodeIdentity:
         """The inverse of :meth:`to_bytes`."""
-        boot_id, namespaces, node_size = json.loads(data)
-        return cls(str(boot_id), tuple(map(int, namespaces)), int(node_size))
+        return cls(*_FORM.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,8 @@ def arrange(identities: Sequence[NodeIdentity], rank: int) -> Topology:
     Raises:
         MismatchError: ranks were given different ``CUPY_ZC_NODE_SIZE``.
     """
-    node_sizes = {peer: str(identity.node_size) for peer, identity in enumerate(identities)}
-    if len(set(node_sizes.values())) > 1:
+    if len({identity.node_size for identity in identities}) > 1:
+        node_sizes = {peer: str(identity.node_size) for peer, identity in enumerate(identities)}
         raise MismatchError(f"CUPY_ZC_NODE_SIZE must be equal on all ranks: {sides(node_sizes)}")
     seen: dict[NodeIdentity, int] = {}
     numbers: dict[tuple[NodeIdentity, int], int] = {}
@@ -162,4 +166,5 @@ def discover(bootstrap: Bootstrap, *, timeout: float | None = None) -> Topology:
         MismatchError: see :func:`arrange`; on all ranks.
     """
     said = bootstrap.all_gather(NodeIdentity.here().to_bytes(), tag="identity", timeout=timeout)
-    return arrange([NodeIdentity.from_bytes(item) for item in said], bootstrap.rank)
+    known = {item: NodeIdentity.from_bytes(item) for item in set(said)}
+    return arrange([known[item] for item in said], bootstrap.rank)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
-from ..errors import AgreementError, MismatchError, PeerTimeoutError
+from ..errors import AgreementError, Error, MismatchError, PeerTimeoutError
 
 __all__ = ["name_ranks", "numbered", "shorten", "sides"]
 
@@ -13,14 +14,17 @@ _MOST_NAMED = 16
 _LONGEST = 200
 
 
+def _rest(count: int) -> str:
+    """Behind the first ones of a list."""
+    return f", ... ({count:,} in all)" if count > _MOST_NAMED else ""
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """``"rank 3"``, ``"ranks 0, 3"``, or for many the first ones and how many there are."""
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
-    if len(ordered) <= _MOST_NAMED:
-        return f"ranks {', '.join(map(str, ordered))}"
-    return f"ranks {', '.join(map(str, ordered[:_MOST_NAMED]))}, ... ({len(ordered)} in all)"
+    return f"ranks {', '.join(map(str, ordered[:_MOST_NAMED]))}{_rest(len(ordered))}"
 
 
 def shorten(text: str, longest: int = _LONGEST) -> str:
@@ -41,10 +45,18 @@ def sides(values: Mapping[int, str], verb: str = "has") -> str:
     for rank in sorted(values):
         holders.setdefault(values[rank], []).append(rank)
     plural = {"has": "have", "is at": "are at", "got": "got"}[verb]
-    return "; ".join(
+    told = [
         f"{name_ranks(ranks)} {verb if len(ranks) == 1 else plural} {shorten(value)}"
-        for value, ranks in holders.items()
-    )
+        for value, ranks in islice(holders.items(), _MOST_NAMED)
+    ]
+    return "; ".join(told) + _rest(len(holders))
+
+
+def _concerned(error: Error) -> Sequence[int]:
+    """The ranks that an error is about, as far as it says so."""
+    if isinstance(error, PeerTimeoutError):
+        return error.ranks
+    return (error.rank,) if isinstance(error, AgreementError) else ()
 
 
 @contextmanager
@@ -60,7 +72,10 @@ def numbered(group: str, ranks: Sequence[int]) -> Iterator[None]:
     except (AgreementError, MismatchError, PeerTimeoutError) as error:
         if ranks != tuple(range(len(ranks))) and not hasattr(error, "group"):
             error.__dict__["group"] = group
-            named = ", ".join(f"{local} is {rank}" for local, rank in enumerate(ranks))
+            first = _concerned(error) if len(ranks) > _MOST_NAMED else ()
+            numbers = islice(dict.fromkeys((*first, *range(len(ranks)))), _MOST_NAMED)
+            named = ", ".join(f"{local} is {ranks[local]}" for local in numbers)
+            named += _rest(len(ranks))
             error.args = (
                 f"{error} (numbers of {group}; in the communicator {named})",
                 *error.args[1:],

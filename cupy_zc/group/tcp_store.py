@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import hmac
 import logging
+import resource
 import secrets
 import selectors
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..errors import InvalidValueError
+from .bootstrap import Offer
 from .naming import name_ranks
 from .wire import (
     HANDSHAKE_LIMIT,
@@ -33,9 +37,10 @@ from .wire import (
     WireError,
     frame,
     member_limit,
-    pack_items,
+    pack_offers,
     pack_ranks,
     proof,
+    unpack_offer,
 )
 
 __all__ = ["Store"]
@@ -46,8 +51,10 @@ _log = logging.getLogger("cupy_zc")
 _PATIENCE = 10.0
 #: Seconds in which the last answers must have left when the store ends.
 _LINGER = 5.0
-#: Strangers beyond this number are sent away at once.
+#: Strangers beyond this number, or that of the ranks, are sent away at once.
 _MOST_STRANGERS = 256
+#: Descriptors that a process may need besides those for the ranks.
+_SPARE = 64
 _CHUNK = 1 << 20
 
 
@@ -59,7 +66,8 @@ class _Visitor:
     address: str
     since: float
     reader: FrameReader = field(default_factory=lambda: FrameReader(HANDSHAKE_LIMIT))
-    outbox: bytearray = field(default_factory=bytearray)
+    #: Frames that have not left yet; those that all ranks get are there once for all of them.
+    outbox: deque[memoryview] = field(default_factory=deque)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
     hello: bytes = b""
     rank: int | None = None
@@ -68,6 +76,24 @@ class _Visitor:
 
     def __str__(self) -> str:
         return self.address if self.rank is None else f"rank {self.rank} ({self.address})"
+
+
+def _make_room(size: int) -> None:
+    """Let this process have a connection to each rank: the usual limit is 1,024 descriptors.
+
+    Raises:
+        InvalidValueError: it may not have so many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + size + _SPARE
+    if resource.RLIM_INFINITY != soft < needed:
+        if resource.RLIM_INFINITY != hard < needed:
+            raise InvalidValueError(
+                "from_tcp", "size", size,
+                f"{hard - needed + size} ranks at most, as this process may have {hard} "
+                "descriptors; raise ulimit -n on rank 0, or use MPI",
+            )  # fmt: skip
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Store:
@@ -80,18 +106,25 @@ class Store:
         secret: What ranks must know; empty for none.
 
     Raises:
-        InvalidValueError: the address cannot be listened at.
+        InvalidValueError: the address cannot be listened at, or there are more ranks than this
+            process may have connections.
     """
 
     def __init__(self, host: str, port: int, size: int, secret: bytes) -> None:
         self._size = size
         self._secret = secret
         self._visitors: set[_Visitor] = set()
+        self._strangers: set[_Visitor] = set()
         self._members: dict[int, _Visitor] = {}
         self._gone: set[int] = set()
         #: What ranks gave to the gather under way; that of a rank that has left since stays good.
-        self._offers: dict[int, bytes] = {}
+        self._offers: dict[int, Offer] = {}
+        #: Members whose part is in, and who have no answer yet.
+        self._waiting: set[_Visitor] = set()
+        #: The answer to who is missing, until it is another one.
+        self._absent = b""
         self._stopped = False
+        _make_room(size)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(found[4][:2], family=found[0], backlog=size + 16)
@@ -159,7 +192,7 @@ class Store:
                 if events & selectors.EVENT_WRITE and visitor in self._visitors:
                     self._write(visitor)
         latest = time.monotonic() - _PATIENCE
-        for visitor in [v for v in self._visitors if v.rank is None and v.since < latest]:
+        for visitor in [each for each in self._strangers if each.since < latest]:
             _log.warning("the store sends %s away: it did not join in time", visitor)
             self._part(visitor)
 
@@ -170,7 +203,7 @@ class Store:
             _log.warning("the store could not accept a connection: %s", error)
             time.sleep(0.1)
             return
-        if len(self._visitors) - len(self._members) >= _MOST_STRANGERS:
+        if len(self._strangers) >= max(_MOST_STRANGERS, self._size):
             _log.warning("the store sends %s away: too many strangers at once", address)
             connection.close()
             return
@@ -178,6 +211,7 @@ class Store:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         visitor = _Visitor(connection, f"{address[0]}:{address[1]}", time.monotonic())
         self._visitors.add(visitor)
+        self._strangers.add(visitor)
         self._selector.register(connection, selectors.EVENT_READ, visitor)
 
     def _read(self, visitor: _Visitor) -> None:
@@ -203,7 +237,9 @@ class Store:
             if kind is Kind.GATHER and visitor.rank not in self._offers:
                 self._gather(visitor, payload)
             elif kind is Kind.WHO:
-                self._send(visitor, Kind.MISSING, pack_ranks(self._missing()))
+                if not self._absent:
+                    self._absent = frame(Kind.MISSING, pack_ranks(self._missing()))
+                self._post(visitor, self._absent)
             else:
                 self._refuse(visitor, f"a frame {kind.name} out of turn")
         elif kind is Kind.HELLO and not visitor.hello and len(payload) == HELLO.size:
@@ -246,6 +282,7 @@ class Store:
             )
         else:
             visitor.rank = rank
+            self._strangers.discard(visitor)
             visitor.reader.limit = member_limit(1)
             self._members[rank] = visitor
             welcome = proof(self._secret, b"store", visitor.hello, visitor.nonce)
@@ -256,19 +293,30 @@ class Store:
 
     def _gather(self, visitor: _Visitor, payload: bytes) -> None:
         assert visitor.rank is not None
-        self._offers[visitor.rank] = payload
-        if self._gone & self._missing():
-            self._tell_waiting(Kind.GONE, self._gone & self._missing())
-        elif not self._missing():
-            result = pack_items(self._offers[rank] for rank in range(self._size))
+        self._offers[visitor.rank] = unpack_offer(payload)
+        self._waiting.add(visitor)
+        self._absent = b""
+        if self._gone and self._lost():
+            self._tell_who_is_gone()
+        elif len(self._offers) == self._size:
+            offers = [self._offers[rank] for rank in range(self._size)]
             self._offers.clear()
-            for member in self._members.values():
-                self._send(member, Kind.RESULT, result)
+            self._answer(Kind.RESULT, pack_offers(offers))
 
-    def _tell_waiting(self, kind: Kind, ranks: set[int]) -> None:
-        for rank, member in self._members.items():
-            if rank in self._offers:
-                self._send(member, kind, pack_ranks(ranks))
+    def _lost(self) -> set[int]:
+        """Who has left without a part in the gather under way."""
+        return self._gone - self._offers.keys()
+
+    def _tell_who_is_gone(self) -> None:
+        if self._waiting:
+            self._answer(Kind.GONE, pack_ranks(self._lost()))
+
+    def _answer(self, kind: Kind, payload: bytes) -> None:
+        """To all who wait. Ranks that are told of others that have gone or gave up, leave too."""
+        told = frame(kind, payload)
+        for member in self._waiting:
+            self._post(member, told)
+        self._waiting.clear()
 
     def _refuse(self, visitor: _Visitor, reason: str) -> None:
         if not visitor.leaving:
@@ -277,20 +325,25 @@ class Store:
             self._send(visitor, Kind.REFUSED, reason.encode())
 
     def _send(self, visitor: _Visitor, kind: Kind, payload: bytes = b"") -> None:
-        visitor.outbox += frame(kind, payload)
+        self._post(visitor, frame(kind, payload))
+
+    def _post(self, visitor: _Visitor, told: bytes) -> None:
+        visitor.outbox.append(memoryview(told))
         self._selector.modify(
             visitor.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, visitor
         )
 
     def _write(self, visitor: _Visitor) -> None:
         try:
-            sent = visitor.connection.send(memoryview(visitor.outbox)[:_CHUNK])
+            sent = visitor.connection.send(visitor.outbox[0][:_CHUNK])
         except BlockingIOError:
             return
         except OSError:
             self._part(visitor)
             return
-        del visitor.outbox[:sent]
+        visitor.outbox[0] = visitor.outbox[0][sent:]
+        if not visitor.outbox[0]:
+            visitor.outbox.popleft()
         if not visitor.outbox:
             self._selector.modify(visitor.connection, selectors.EVENT_READ, visitor)
             if visitor.leaving:
@@ -299,13 +352,15 @@ class Store:
     def _part(self, visitor: _Visitor) -> None:
         """Close a connection; where it was a member's, tell those who wait for it."""
         self._visitors.discard(visitor)
+        self._strangers.discard(visitor)
+        self._waiting.discard(visitor)
         self._selector.unregister(visitor.connection)
         visitor.connection.close()
         if visitor.rank is not None:
             del self._members[visitor.rank]
             self._gone.add(visitor.rank)
             if visitor.rank not in self._offers:
-                self._tell_waiting(Kind.GONE, self._gone & self._missing())
+                self._tell_who_is_gone()
 
     def _deliver(self) -> None:
         """Send what is still in the outboxes, for at most :data:`_LINGER` seconds."""
@@ -313,9 +368,9 @@ class Store:
         self._selector.unregister(self._listener)
         self._gone.add(0)
         if 0 in self._offers:
-            self._tell_waiting(Kind.GAVE_UP, self._missing())
+            self._answer(Kind.GAVE_UP, pack_ranks(self._missing()))
         else:
-            self._tell_waiting(Kind.GONE, self._gone & self._missing())
+            self._tell_who_is_gone()
         self._offers.clear()
         for visitor in list(self._visitors):
             if visitor.outbox:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import hmac
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from .bootstrap import MAX_PAYLOAD
+from .bootstrap import MAX_PAYLOAD, Offer
 
 __all__ = [
     "HANDSHAKE_LIMIT",
@@ -23,15 +23,22 @@ __all__ = [
     "frame",
     "member_limit",
     "pack_items",
+    "pack_offer",
+    "pack_offers",
     "pack_ranks",
     "proof",
     "unpack_items",
+    "unpack_offer",
+    "unpack_offers",
     "unpack_ranks",
 ]
 
 _HEADER = struct.Struct("!4sBQ")
-_MAGIC = b"CZS1"
+_MAGIC = b"CZS2"
 _LENGTH = struct.Struct("!Q")
+_NAME = struct.Struct("!H")
+#: Number of an item, and how many ranks in a row have it.
+_RUN = struct.Struct("!II")
 
 #: Bytes of the random numbers that make every handshake another one.
 NONCE = 32
@@ -132,6 +139,70 @@ def unpack_items(data: bytes) -> list[bytes]:
             raise WireError("a list of items is cut short")
         items.append(data[start:at])
     return items
+
+
+def pack_offer(offer: Offer) -> bytes:
+    """What one rank gives."""
+    return _NAME.pack(len(offer.call)) + offer.call + offer.payload
+
+
+def unpack_offer(data: bytes) -> Offer:
+    """The inverse of :func:`pack_offer`.
+
+    Raises:
+        WireError: the name of the call is longer than ``data``.
+    """
+    end = _NAME.size + _NAME.unpack_from(data)[0] if len(data) >= _NAME.size else _NAME.size
+    if end > len(data):
+        raise WireError("the name of a call is cut short")
+    return Offer(data[_NAME.size : end], data[end:])
+
+
+def pack_offers(offers: Sequence[Offer]) -> bytes:
+    """What all ranks give, in their order.
+
+    It goes to every rank, and mostly the ranks give the same: the same call, the same value, the
+    same machine as the rank before. So a value is there once, and then who has it. A gather in
+    which all ranks agree has a few bytes, however many they are.
+    """
+    calls, payloads = [offer.call for offer in offers], [offer.payload for offer in offers]
+    return pack_items([*_pack_runs(calls), *_pack_runs(payloads)])
+
+
+def unpack_offers(data: bytes, size: int) -> list[Offer]:
+    """The inverse of :func:`pack_offers`.
+
+    Args:
+        data: Bytes.
+        size: How many ranks there are.
+
+    Raises:
+        WireError: it is not what so many ranks gave.
+    """
+    parts = unpack_items(data)
+    if len(parts) != 4:
+        raise WireError(f"what the ranks gave has {len(parts)} parts, not 4")
+    columns = [_unpack_runs(items, runs, size) for items, runs in (parts[:2], parts[2:])]
+    return list(map(Offer, *columns))
+
+
+def _pack_runs(items: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """The values among items, and runs of equal ones."""
+    numbers: dict[bytes, int] = {}
+    runs: list[tuple[int, int]] = []
+    for item in items:
+        number = numbers.setdefault(item, len(numbers))
+        count = runs.pop()[1] + 1 if runs and runs[-1][0] == number else 1
+        runs.append((number, count))
+    return pack_items(numbers), b"".join(_RUN.pack(*run) for run in runs)
+
+
+def _unpack_runs(values: bytes, runs: bytes, size: int) -> list[bytes]:
+    known = unpack_items(values)
+    pairs = list(_RUN.iter_unpack(runs[: len(runs) - len(runs) % _RUN.size]))
+    if sum(count for _, count in pairs) != size or any(at >= len(known) for at, _ in pairs):
+        raise WireError(f"what the ranks gave is not of {size} ranks")
+    return [item for at, count in pairs for item in [known[at]] * count]
 
 
 def pack_ranks(ranks: Iterable[int]) -> bytes:
