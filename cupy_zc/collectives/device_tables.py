@@ -31,15 +31,15 @@ VERSION = 1
 
 #: Largest all_reduce by LL128 in one exchange of everything with everybody, and in two steps (the
 #: own part of all, then the results).
-LL128_ONE_STEP: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
+LL128_ONE_STEP: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
 LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
 #: Largest row of the other collectives by LL128.
-LL128_ROW: Mapping[int, int] = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+LL128_ROW: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 #: Largest all_reduce by LL, whose packets carry as much flag as data.
 LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 32 << 10}
 #: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
-PUSH_REDUCE: Mapping[int, int] = {2: 8 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
-PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 4 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
+PUSH_REDUCE: Mapping[int, int] = {2: 12 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
+PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 32 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
 
 #: What an entry may be: lanes have buffers for the largest row of the low-latency algorithms.
 MOST, MOST_BUFFERED = 1 << 40, 64 << 20
