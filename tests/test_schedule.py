@@ -250,3 +250,57 @@ def test_kept_schedules_of_many_nodes_have_a_bound(monkeypatch: pytest.MonkeyPat
         assert kept._acts == sum(1 + len(each) for each in acts) <= 1000
         most = max(most, len(acts))
     assert most > 1
+
+
+def _touched(act: Any, size: int) -> list[tuple[str, int, int, bool]]:
+    """What an act reads and writes: buffer, first and last element, whether it writes."""
+    match act:
+        case Step():
+            spans = [(act.source, False), (act.target, True)]
+            return [
+                (span.buffer, span.start, span.start + span.length, writes)
+                for span, writes in spans
+                if span is not None
+            ]
+        case Divide():
+            return [(act.span.buffer, act.span.start, act.span.start + act.span.length, True)]
+        case Copy():
+            rows = size * act.columns
+            return [(act.source, 0, rows, False), (act.target, 0, rows, True)]
+    raise AssertionError(act)
+
+
+def _unordered(plan: Schedule, size: int) -> list[tuple[Any, Any]]:
+    """Pairs of acts on two streams that touch the same elements, of which one writes, at once."""
+    known: dict[bool, set[int]] = {False: set(), True: set()}
+    found = []
+    for index, act in enumerate(plan.acts):
+        if isinstance(act, Follow):
+            known[act.side] |= known[not act.side]
+            continue
+        side = getattr(act, "side", False)
+        mine = _touched(act, size)
+        for before in set(range(index)) - known[side]:
+            other = plan.acts[before]
+            if isinstance(other, Follow):
+                continue
+            found += [
+                (other, act)
+                for buffer, start, end, writes in mine
+                for name, first, last, wrote in _touched(other, size)
+                if buffer == name and start < last and first < end and (writes or wrote)
+            ]
+        known[side].add(index)
+    ends = {index for index, act in enumerate(plan.acts) if getattr(act, "side", False)}
+    late = [(plan.acts[index], None) for index in ends - known[False] if index in known[True]]
+    return found + [each for each in late if not isinstance(each[0], Follow)]
+
+
+@settings(max_examples=200)
+@given(call=_calls(), sizes=_SIZES)
+def test_what_two_streams_do_to_the_same_elements_has_an_order(
+    call: tuple[list[World], Shape], sizes: Sizes
+) -> None:
+    world, shape = call
+    for plan in schedules(world, shape, sizes) or ():
+        assert not _unordered(plan, len(world))
