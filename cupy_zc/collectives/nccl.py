@@ -182,7 +182,7 @@ class NcclEngine:
                 library, comms[1], comms[2], self._driver, self._checker, self._copies
             )
         together(self._group, "add up with NCCL", self._try_out, waits=3)
-        health.timeout = self._timeout
+        health.tried(self._timeout)
 
     def _try_out(self) -> None:
         """Add ones up; rails do what they will do later, so that NCCL connects it now."""

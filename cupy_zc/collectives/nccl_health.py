@@ -57,7 +57,7 @@ class NcclHealth:
         library: NCCL.
         driver: Of the device.
         device: Of this rank.
-        timeout: Seconds that a call may take.
+        timeout: Seconds that a call of the set-up may take.
         departed: Gives the ranks that are known to have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
         replays: Whether graphs hold calls of the communicators.
@@ -78,8 +78,9 @@ class NcclHealth:
         self._library = library
         self._driver = driver
         self._device = device
-        #: Seconds that a call may take.
-        self.timeout = timeout
+        self._timeout = timeout
+        #: Whether the ranks still find out whether all works, and then tell each other.
+        self._trying = True
         self._departed = departed
         self._abandon = abandon
         self._replays = replays
@@ -103,6 +104,11 @@ class NcclHealth:
         self._comms.extend(comms)
         watching = partial(_watch, weakref.ref(self), self._stop, self._driver, self._device)
         threading.Thread(target=watching, name="cupy-zc nccl", daemon=True).start()
+
+    def tried(self, timeout: float) -> None:
+        """The set-up is over; a call may take so many seconds from now on."""
+        self._timeout = timeout
+        self._trying = False
 
     def made(self, stream: Any, queue: int = 0) -> None:
         """An eager call was enqueued. On its device."""
@@ -169,7 +175,8 @@ class NcclHealth:
             # Not waited for: it does not return while a graph lives that has calls recorded. Each
             # in a thread of its own: one gives memory back, for which CUDA waits for all kernels.
             aside("nccl abort", partial(self._abort, comm))
-        self._abandon()
+        if not self._trying:
+            self._abandon()
         return self.failure
 
     def _abort(self, comm: Any) -> None:
@@ -213,7 +220,7 @@ class NcclHealth:
             return
         if since is None and replays:
             since = min(list(self._awaited.values()), default=None)
-        if since is not None and now - since > self.timeout:
+        if since is not None and now - since > self._timeout:
             self.fail(self._late(), told=False)
 
     def _errors(self) -> str:
@@ -227,7 +234,7 @@ class NcclHealth:
 
     def _late(self) -> PeerTimeoutError:
         words = (
-            f"a call was not over after {self.timeout:g} s: a rank did not come to it, or calls "
+            f"a call was not over after {self._timeout:g} s: a rank did not come to it, or calls "
             "something else, which NCCL does not tell; CUPY_ZC_TIMEOUT or timeout= give more time"
         )
         return PeerTimeoutError(self._says(words), ())
