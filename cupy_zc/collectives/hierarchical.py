@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cupy
 
+from ..config import settings
 from ..driver.api import Driver
 from ..group import Across, vote
 from ..group.naming import numbered
@@ -106,29 +108,25 @@ class HierarchicalEngine:
 
     def connect(self) -> None:
         """Connect the rails and all ranks. Collective."""
-        self._on_all("connect the nodes", self._connect)
+        for what, engine in zip(("nodes", "rails", "ranks"), self._engines, strict=True):
+            self._on_all(f"connect the {what}", engine.connect, 5 * settings().setup_timeout)
 
-    def _connect(self) -> None:
-        self._engine.connect()
-        self._rail.engine.connect()
-        self._whole.engine.connect()
+    def _on_all(self, step: str, do: Callable[[], None], timeout: float = 0.0) -> None:
+        """Something that one tier does, and the ranks of the node learn whether it worked for all.
 
-    def _on_all(self, step: str, do: Callable[[], None]) -> None:
-        """Something that tiers do, and the ranks of the node learn whether it worked for all."""
+        Rails do not know of each other, so nothing of all ranks comes before that.
+        """
         failure: Exception | None = None
         try:
             do()
         except Exception as error:  # noqa: BLE001 - the vote raises it on every rank
             failure = error
-        vote(self._node.talk, step, failure, timeout=self._node.registry.timeout)
+        vote(self._node.talk, step, failure, timeout=timeout or 3 * self._node.registry.timeout)
 
     def register(self, registration: Registration) -> None:
         """Let the rails, and all ranks, know the segments, too. Collective."""
-        self._on_all("register between nodes", lambda: self._register(registration))
-
-    def _register(self, registration: Registration) -> None:
-        self._rail.register(registration)
-        self._whole.register(registration)
+        self._on_all("register on the rails", partial(self._rail.register, registration))
+        self._on_all("register between nodes", partial(self._whole.register, registration))
 
     def adopt(self, segment: Segment) -> None:
         """Let the tiers use a segment that all ranks have. Collective."""
@@ -137,11 +135,8 @@ class HierarchicalEngine:
 
     def collect(self) -> None:
         """Carry out what was let go of, on the tiers. Collective."""
-        self._on_all("collect between nodes", self._collect)
-
-    def _collect(self) -> None:
-        self._rail.collect()
-        self._whole.collect()
+        self._on_all("collect on the rails", self._rail.collect)
+        self._on_all("collect between nodes", self._whole.collect)
 
     def rules(self, array: Any) -> tuple[Rule, ...]:
         """What the rails need."""
@@ -213,17 +208,24 @@ class HierarchicalEngine:
     def open_lane(self) -> int:
         """A lane for a graph. Collective."""
         lanes: list[int] = []
+        tiers: list[_Lane] = []
         try:
             with self._across.step("open a lane"):
                 lanes.append(self._engine.open_lane())
-            self._on_all("open a lane between nodes", lambda: self._open_tiers(lanes[0]))
+                self._on_all(
+                    "open a lane between nodes", lambda: tiers.append(self._open_tiers(lanes[0]))
+                )
         except BaseException:
+            for each in tiers:
+                self._rail.close_lane(each.rail)
+                self._whole.close_lane(each.whole)
             for lane in lanes:
                 self._node.registry.lanes.give_up(lane)
             raise
+        self._lanes[lanes[0]] = tiers[0]
         return lanes[0]
 
-    def _open_tiers(self, lane: int) -> None:
+    def _open_tiers(self, lane: int) -> _Lane:
         side = self._driver.make_stream(non_blocking=True)
         before = self._lanes.get(lane)
         rail = self._rail.open_lane()
@@ -233,7 +235,7 @@ class HierarchicalEngine:
             self._rail.close_lane(rail)
             raise
         scratch = {} if before is None else before.scratch
-        self._lanes[lane] = _Lane(rail, whole, side, scratch)
+        return _Lane(rail, whole, side, scratch)
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""

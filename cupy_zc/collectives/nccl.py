@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..driver.api import KernelDriver, using_stream
-from ..errors import Error
+from ..config import settings
+from ..driver.api import KernelDriver, capturing, using_stream
+from ..errors import Error, MismatchError
 from ..group import Bootstrap
 from ..memory.blocks import Segment
 from ..registration import Probe, Registration, Registry, Rule
@@ -27,6 +28,7 @@ from .device_copies import Copies
 from .engine import Place
 from .local import LocalWork
 from .nccl_calls import nccl_call
+from .nccl_graphs import Graphs
 from .nccl_health import NcclHealth
 from .nccl_library import Nccl, NotInTimeError, in_time, load_nccl
 from .nccl_mail import NcclMail
@@ -139,7 +141,7 @@ class NcclEngine:
         self._local, self._sharp, self._beside, self._with_mail = local, sharp, beside, mail
         self._load = load or load_nccl
         self._copies = Copies(self._driver)
-        self._lanes: dict[int, object] = {}
+        self._graphs = Graphs(self._driver, lambda holder: self.registrations.let_go(holder))
         self._repeat: _Made | None = None
         self._mail: NcclMail | None = None
         self._token: Any = None
@@ -166,19 +168,21 @@ class NcclEngine:
             sharp=self._sharp, most_blocks=RAIL_BLOCKS if self._beside else None,
         )  # fmt: skip
         self._library, self._comm = library, comms[0]
-        self.health = NcclHealth(
-            self._checker.rank, library, self._driver, self._device, self._timeout,
-            self._departed, self._abandon,
+        limit = settings().setup_timeout  # the others wait no longer
+        self.health = health = NcclHealth(
+            self._checker.rank, library, self._driver, self._device, limit,
+            self._departed, self._abandon, self._graphs.alive,
         )  # fmt: skip
-        self.health.watch(comms)
+        health.watch(comms)
         self.registrations = NcclRegistrations(
-            self._group, library, self._comm, lambda: self.health.idle, self._timeout
+            self._group, library, self._comm, lambda: health.idle, health.calling, self._timeout
         )
         if self._with_mail:
             self._mail = NcclMail(
                 library, comms[1], comms[2], self._driver, self._checker, self._copies
             )
-        together(self._group, "add up with NCCL", self._try_out)
+        together(self._group, "add up with NCCL", self._try_out, waits=3)
+        health.tried(self._timeout)
 
     def _try_out(self) -> None:
         """Add ones up; rails do what they will do later, so that NCCL connects it now."""
@@ -217,8 +221,9 @@ class NcclEngine:
     ) -> None:
         """One call of NCCL."""
         health = self.health
-        health.inside = time.monotonic()
+        health.inside = time.monotonic()  # as health.calling(), which takes 1 us more
         try:
+            health.refuse()
             function(*arguments, self._comm, stream.ptr)
         finally:
             health.inside = 0.0
@@ -279,8 +284,7 @@ class NcclEngine:
 
     def begin(self, lane: int) -> None:
         """A graph has calls of this engine from now on."""
-        self._lanes[lane] = object()
-        self.health.replays = True
+        self._graphs.begin(lane)
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Nothing: NCCL keeps for the graph what its calls need."""
@@ -296,8 +300,7 @@ class NcclEngine:
 
     def end(self, lane: int) -> None:
         """A graph is gone. From any thread."""
-        self.registrations.let_go(self._lanes.pop(lane))
-        self.health.replays = bool(self._lanes)
+        self._graphs.end(lane)
 
     def invalidate(self) -> None:
         """Let every replay end without doing anything from now on: the communicator is aborted."""
@@ -333,7 +336,8 @@ class NcclEngine:
             else:
                 self._collective(work, stream, lane)
         except BaseException as error:
-            if not lane:  # the others are in this call
+            # The others are in this call; what was not recorded, or not sent to itself, is no loss.
+            if not (lane or isinstance(error, MismatchError) or capturing(self._driver, stream)):
                 self.fail(error)
             raise
 
@@ -362,7 +366,7 @@ class NcclEngine:
         )  # fmt: skip
         made.enqueue(stream)
         if lane:
-            self.registrations.hold(self._lanes[lane], arrays)
+            self.registrations.hold(self._graphs.holder(lane), arrays)
         else:
             self.health.made(stream)
             self._repeat = None if copied else made
@@ -378,17 +382,14 @@ class NcclEngine:
 
     def _send_or_receive(self, letter: Letter, stream: Any) -> None:
         assert self._mail is not None  # the engine of a rail has none
-        captured = self._driver.capture_info(stream) is not None
-        self.health.inside = time.monotonic()
-        try:
-            self.done, on = self._mail.enqueue(letter, stream)
-        finally:
-            self.health.inside = 0.0
-        if captured:
-            arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
-            self.registrations.hold(self, arrays)  # there is no lane that tells of its end
-        else:
-            self.health.made(on)
+        capture = self._driver.capture_info(stream)
+        with self.health.calling():
+            self.done, on, queue = self._mail.enqueue(letter, stream, capture)
+        if capture is None:
+            self.health.made(on, queue)
+            return
+        arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
+        self.registrations.hold(self._graphs.holder_of_mail(capture), arrays)
 
     def repeat(self) -> _Made | None:
         """The collective that was enqueued last."""

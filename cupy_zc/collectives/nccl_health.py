@@ -1,10 +1,13 @@
 """Whether NCCL's calls go well: its kernels wait without an end, so a thread looks after them.
 
 The thread looks every :data:`LOOK` seconds at what NCCL says of errors in the background, at who
-has gone, and at an event behind calls that were made. A call that is not over ``timeout`` seconds
-after it was made, or after the one before it was over, has failed; so has one of which a rank has
-gone. Then all communicators of the engine are aborted, which ends their kernels, and the next call
-raises. Who waits by :meth:`NcclHealth.wait` learns it there.
+has gone, and at events behind calls that were made (:mod:`.nccl_trail`). A call that is not over
+``timeout`` seconds after it was made, or after the one before it was over, has failed; so has one
+of which a rank has gone. Then all communicators of the engine are aborted, which ends their
+kernels, and the next call raises. Who waits by :meth:`NcclHealth.wait` learns it there.
+
+The thread may abort at any time, so who calls NCCL says so (:meth:`NcclHealth.calling`): what then
+is aborted is aborted a while later, and what has been is not called.
 
 A replay of a graph has no event: what it waits for is found by :meth:`NcclHealth.wait`, or once a
 rank of the node has gone.
@@ -21,11 +24,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from ..driver.api import Driver, Event
+from ..driver.api import Driver
 from ..errors import ClosedError, Error, PeerTimeoutError
 from ..group.naming import name_ranks
 from ..group.waiting import WARN_AFTER
-from .nccl_library import Nccl, NotInTimeError, in_time
+from .nccl_library import Nccl, NotInTimeError, aside, in_time
+from .nccl_trail import Trail
 
 __all__ = ["NcclHealth"]
 
@@ -39,6 +43,8 @@ SETTLE = 0.5
 COURTESY = 0.2
 #: Seconds that a communicator is given to be destroyed in :meth:`NcclHealth.close`.
 CLOSING = 10.0
+#: Queues of calls that do not wait for each other.
+QUEUES = 3
 #: Seconds: how long a wait polls without a pause; by how much its pauses grow; the longest one.
 SPIN, PAUSE, LONGEST_PAUSE = 100e-6, 20e-6, 1e-3
 
@@ -51,9 +57,10 @@ class NcclHealth:
         library: NCCL.
         driver: Of the device.
         device: Of this rank.
-        timeout: Seconds that a call may take.
+        timeout: Seconds that a call of the set-up may take.
         departed: Gives the ranks that are known to have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
+        replays: Whether graphs hold calls of the communicators.
     """
 
     def __init__(
@@ -65,31 +72,30 @@ class NcclHealth:
         timeout: float,
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
+        replays: Callable[[], bool],
     ) -> None:
         self._rank = rank
         self._library = library
         self._driver = driver
         self._device = device
         self._timeout = timeout
+        #: Whether the ranks still find out whether all works, and then tell each other.
+        self._trying = True
         self._departed = departed
         self._abandon = abandon
-        #: What went wrong.
+        self._replays = replays
+        #: What went wrong, and whether somebody was told.
         self.failure: BaseException | None = None
-        #: Whether graphs hold calls of the communicators.
-        self.replays = False
-        #: Since when this rank waits for what it enqueued; 0 where it does not.
-        self._awaited = 0.0
+        self._told = False
+        #: Since when threads of this rank wait for what was enqueued.
+        self._awaited: dict[object, float] = {}
         #: Since when this rank is inside a call of NCCL; 0 where it is not.
         self.inside = 0.0
         self._comms: list[Any] = []
         self._aborted = False
         self._lock = threading.Lock()
-        #: Behind the last eager call, and when that was made; None before the first.
-        self._event: Event | None = None
-        self._made = 0.0
-        #: What the thread has in its eye: an event, and since when the call behind it may run.
-        self._seen: tuple[Event, float] | None = None
-        self._spare: Event | None = None
+        #: Eager calls, and sends that are ahead of them: each queue by itself.
+        self._trails = tuple(Trail(driver) for _ in range(QUEUES))
         self._gone_since: float | None = None
         self._stop = threading.Event()
 
@@ -99,33 +105,62 @@ class NcclHealth:
         watching = partial(_watch, weakref.ref(self), self._stop, self._driver, self._device)
         threading.Thread(target=watching, name="cupy-zc nccl", daemon=True).start()
 
-    def made(self, stream: Any) -> None:
+    def tried(self, timeout: float) -> None:
+        """The set-up is over; a call may take so many seconds from now on."""
+        self._timeout = timeout
+        self._trying = False
+
+    def made(self, stream: Any, queue: int = 0) -> None:
         """An eager call was enqueued. On its device."""
-        event = self._event
-        if event is None:
-            self._event = self._driver.record_event(stream)
-        else:
-            event.record(stream)
-        self._made = time.monotonic()
+        self._trails[queue].made(stream)
 
     @property
     def idle(self) -> bool:
-        """Whether every eager call is over."""
-        seen = self._seen
-        return (self._event is None or self._event.done) and (seen is None or seen[0].done)
+        """Whether every eager call is over, but for sends that are ahead."""
+        return self._trails[0].idle
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A block that calls NCCL. One at a time.
+
+        Raises:
+            Error: the communicators are aborted.
+        """
+        self.inside = time.monotonic()  # before the look: who aborts looks the other way round
+        try:
+            self.refuse()
+            yield
+        finally:
+            self.inside = 0.0
+
+    def refuse(self) -> None:
+        """Raise what went wrong, to who is about to call NCCL."""
+        if self.failure is not None:
+            raise self.failure
 
     # What went wrong
 
     def check(self, call: object) -> None:
         """Raise what went wrong; see :meth:`Engine.check`."""
         if self.failure is not None:
+            if not self._told:
+                self._tell()
             raise ClosedError(
                 f"{call} (rank {self._rank}): this communicator cannot be used since a call "
                 f"failed: {self.failure}; close it and make a new one"
             ) from self.failure
 
-    def fail(self, error: BaseException) -> BaseException:
+    def _tell(self) -> None:
+        assert self.failure is not None
+        self._told = True
+        raise self.failure
+
+    def fail(self, error: BaseException, *, told: bool = True) -> BaseException:
         """Make no further calls, and end those under way.
+
+        Args:
+            error: What went wrong.
+            told: Whether it is raised now.
 
         Returns:
             What went wrong first.
@@ -133,13 +168,15 @@ class NcclHealth:
         with self._lock:
             if self.failure is None:
                 self.failure = error
-            aborts, self._aborted = not self._aborted and bool(self._comms), True
-        for comm in list(self._comms) if aborts else ():
+            self._told = self._told or told
+            comms = [] if self._aborted else list(self._comms)
+            self._aborted = self._aborted or bool(comms)
+        for comm in comms:
             # Not waited for: it does not return while a graph lives that has calls recorded. Each
             # in a thread of its own: one gives memory back, for which CUDA waits for all kernels.
-            end = partial(self._abort, comm)
-            threading.Thread(target=end, name="cupy-zc nccl abort", daemon=True).start()
-        self._abandon()
+            aside("nccl abort", partial(self._abort, comm))
+        if not self._trying:
+            self._abandon()
         return self.failure
 
     def _abort(self, comm: Any) -> None:
@@ -163,46 +200,37 @@ class NcclHealth:
         """Look once; what is wrong makes the communicator fail."""
         if self.failure is not None:
             return
-        for comm in self._comms:
-            words = self._library.async_error(comm)
-            if words:
-                self.fail(PeerTimeoutError(self._says(f"NCCL lost a rank: {words}"), ()))
-                return
+        words = self._errors()
+        if words:
+            self.fail(PeerTimeoutError(self._says(f"NCCL lost a rank: {words}"), ()), told=False)
+            return
         now = time.monotonic()
         gone = self._departed()
         if gone and self._gone_since is None:
             self._gone_since = now
-        since = self._running_since(now)
-        if self.inside and (since is None or self.inside < since):
-            since = self.inside  # it connects ranks, which may take until they come
+        # A call that a thread is inside connects ranks, which may take until they come.
+        begun = [trail.since() for trail in self._trails] + [self.inside or None]
+        since = min((each for each in begun if each is not None), default=None)
+        replays = self._replays()
         lost = self._gone_since is not None and now - self._gone_since > SETTLE
-        if lost and (since is not None or self.replays):
+        if lost and (since is not None or replays):
             what = "a call waits for it" if since is not None else "a graph may wait for it"
-            self.fail(PeerTimeoutError(self._says(f"{name_ranks(gone)} gone; {what}"), tuple(gone)))
+            words = self._says(f"{name_ranks(gone)} gone; {what}")
+            self.fail(PeerTimeoutError(words, tuple(gone)), told=False)
             return
-        if since is None and self.replays and self._awaited:
-            since = self._awaited
+        if since is None and replays:
+            since = min(list(self._awaited.values()), default=None)
         if since is not None and now - since > self._timeout:
-            self.fail(self._late())
+            self.fail(self._late(), told=False)
 
-    def _running_since(self, now: float) -> float | None:
-        """Since when a call is the first that is not over, as far as this can know."""
-        if self._seen is None:
-            event, made = self._event, self._made
-            if event is None or event.done:
-                return None
-            self._seen = (event, made)
-            self._event, self._spare = self._spare, None
-            return made
-        event, since = self._seen
-        if not event.done:
-            return since
-        self._seen, self._spare = None, event
-        if self._event is not None and not self._event.done:
-            self._seen = (self._event, now)  # it could not run before
-            self._event, self._spare = event, None
-            return now
-        return None
+    def _errors(self) -> str:
+        """What NCCL says of errors in the background; a communicator that has ended is not asked.
+
+        It is not ended meanwhile, either: that begins under the lock.
+        """
+        with self._lock:
+            comms = () if self._aborted else self._comms
+            return next(filter(None, map(self._library.async_error, comms)), "")
 
     def _late(self) -> PeerTimeoutError:
         words = (
@@ -233,7 +261,7 @@ class NcclHealth:
                     pause = min(LONGEST_PAUSE, pause + PAUSE)
                 if self.failure is not None:
                     self._wait_for_the_end(point)
-                    raise self.failure
+                    self._tell()
                 if waited > WARN_AFTER and not warned:
                     warned = True
                     _log.warning("rank %d: has waited %g s for NCCL", self._rank, WARN_AFTER)
@@ -241,11 +269,12 @@ class NcclHealth:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A block that waits for what was enqueued, replays among it: they have the timeout."""
-        self._awaited = time.monotonic()
+        me = object()
+        self._awaited[me] = time.monotonic()
         try:
             yield
         finally:
-            self._awaited = 0.0
+            del self._awaited[me]
 
     def _wait_for_the_end(self, point: Any) -> None:
         """Kernels that are aborted end soon."""
@@ -265,6 +294,7 @@ class NcclHealth:
         if not destroys:
             return
         self.failure = self.failure or ClosedError(self._says("the communicator is closed"))
+        self._told = True
         try:
             in_time("nccl destroy", partial(self._destroy, comms), CLOSING)
         except NotInTimeError:
@@ -290,7 +320,7 @@ def _watch(of: weakref.ref[NcclHealth], stop: threading.Event, driver: Driver, d
             try:
                 health.look()
             except Error as error:  # the device is lost
-                health.fail(error)
+                health.fail(error, told=False)
             del health
 
 

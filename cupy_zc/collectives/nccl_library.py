@@ -25,6 +25,7 @@ __all__ = [
     "WINDOWS_FROM",
     "Nccl",
     "NotInTimeError",
+    "aside",
     "in_time",
     "load_nccl",
 ]
@@ -248,6 +249,21 @@ class NotInTimeError(Exception):
     """What :func:`in_time` raises when its function goes on behind it."""
 
 
+def aside(name: str, function: Callable[[], object]) -> threading.Thread | None:
+    """Call a function in a thread of its own; None where the process ends, which starts no more.
+
+    Args:
+        name: Of the thread.
+        function: It.
+    """
+    thread = threading.Thread(target=function, name=f"cupy-zc {name}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # so from Python 3.12 on
+        return None
+    return thread
+
+
 def in_time(name: str, function: Callable[[], _T], seconds: float) -> _T:
     """Call a function in a thread of its own, and leave it there when time is up.
 
@@ -271,9 +287,9 @@ def in_time(name: str, function: Callable[[], _T], seconds: float) -> _T:
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             failures.append(error)
 
-    thread = threading.Thread(target=run, name=f"cupy-zc {name}", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    thread = aside(name, run)
+    if thread is not None:
+        thread.join(seconds)
     if failures:
         raise failures[0]
     if not results:

@@ -12,19 +12,23 @@ behind the calls that were made by then, at the next call, and the segment stays
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from ..errors import Error
 from ..group import Bootstrap, Channel, vote
 from ..memory.blocks import Segment
 from ..registration import Registration, pin
 from .nccl_library import WINDOWS_FROM, Nccl
 
 __all__ = ["Mode", "NcclRegistrations"]
+
+_log = logging.getLogger("cupy_zc")
 
 #: By ``ncclCommRegister``; by ``ncclCommWindowRegister``; by NCCL itself when the call was
 #: captured; not at all.
@@ -50,6 +54,7 @@ class NcclRegistrations:
         library: NCCL.
         comm: The communicator.
         idle: Whether every eager call is over.
+        calling: A block that calls NCCL, which may hang; it raises where all has been aborted.
         timeout: Seconds to wait for a rank.
     """
 
@@ -59,12 +64,14 @@ class NcclRegistrations:
         library: Nccl,
         comm: Any,
         idle: Callable[[], bool],
+        calling: Callable[[], AbstractContextManager[None]],
         timeout: float,
     ) -> None:
         self._group = group
         self._library = library
         self._comm = comm
         self._idle = idle
+        self._calling = calling
         self._timeout = timeout
         self._entries: dict[Segment, _Entry] = {}
         #: Holders that are gone. Appended to by any thread.
@@ -141,8 +148,8 @@ class NcclRegistrations:
                 declined = declined or entry.handle is None
         except Exception as error:  # noqa: BLE001 - the vote raises it on every rank
             failure = error
-        try:
-            vote(self._group, "register with NCCL", failure, timeout=self._timeout)
+        try:  # the others may be in NCCL until it is aborted
+            vote(self._group, "register with NCCL", failure, timeout=2 * self._timeout)
             if mode == "window":
                 said = self._group.all_gather(
                     bytes([declined]), tag="windows of NCCL", timeout=self._timeout
@@ -163,7 +170,8 @@ class NcclRegistrations:
 
     def _handle(self, segment: Segment, mode: Mode) -> Any:
         register = self._library.register_window if mode == "window" else self._library.register
-        return register(self._comm, segment.address, segment.size)
+        with self._calling():
+            return register(self._comm, segment.address, segment.size)
 
     def hold(self, holder: object, arrays: Iterable[Any]) -> None:
         """A call in a graph has these arrays; what is registered of them stays so with it."""
@@ -224,9 +232,16 @@ class NcclRegistrations:
             for entry in entries:
                 stack.callback(entry.segment.home.pool.supply.unpin, [entry.segment])
                 if entry.handle is not None:
-                    window = entry.mode == "window"
-                    end = self._library.deregister_window if window else self._library.deregister
-                    stack.callback(end, self._comm, entry.handle)
+                    stack.callback(self._deregister, entry)
+
+    def _deregister(self, entry: _Entry) -> None:
+        window = entry.mode == "window"
+        end = self._library.deregister_window if window else self._library.deregister
+        try:
+            with self._calling():
+                end(self._comm, entry.handle)
+        except Error as error:  # nobody can mend it, and the others are in a call
+            _log.warning("a segment stays registered with NCCL: %s", error)
 
     def close(self, *, aborted: bool) -> None:
         """The communicator ends; if it was aborted, its registrations went with it."""

@@ -6,6 +6,7 @@ on; what such a thread makes after all is aborted by it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,12 +15,14 @@ from typing import Any, TypeVar
 
 from ..config import multicast_refusal, settings
 from ..driver.api import Driver
-from ..errors import PeerTimeoutError
+from ..errors import Error, PeerTimeoutError
 from ..group import Bootstrap, agree_equal, vote
 from ..registration import MulticastStatus
-from .nccl_library import Nccl, NotInTimeError, in_time
+from .nccl_library import Nccl, NotInTimeError, aside, in_time
 
 __all__ = ["agreed_library", "keep_from_multicast", "make_comms", "together"]
+
+_log = logging.getLogger("cupy_zc")
 
 _ID_BYTES = 128
 
@@ -152,7 +155,7 @@ class _Opening:
                     if wanted:
                         self.comms.append(comm)
                 if not wanted:
-                    self._library.abort(comm)
+                    self._abort(comm)
                     return
 
     def abort(self) -> None:
@@ -160,7 +163,11 @@ class _Opening:
         with self._lock:
             self._over = True
         for comm in self.comms:
-            name = "cupy-zc nccl abort"
-            threading.Thread(
-                target=self._library.abort, args=(comm,), name=name, daemon=True
-            ).start()
+            aside("nccl abort", partial(self._abort, comm))
+
+    def _abort(self, comm: Any) -> None:
+        with self._driver.use_device(self._device):
+            try:
+                self._library.abort(comm)
+            except Error as error:  # nobody can mend it
+                _log.warning("rank %d: %s", self._rank, error)
