@@ -12,6 +12,9 @@
 //             multiples of. Nothing is interpreted
 //   share     rows are cut into pieces, and a team of 1 to 32 lanes takes a piece at a time: so a few
 //             wide rows use the whole grid as well as many narrow ones do
+//   shut      where this word of the device is not 0, nothing is read or written, the table neither:
+//             the graph that replays it has outlived its communicator. The host writes it, beside
+//             no launch
 //   launch    any one-dimensional grid, a multiple of 32 threads up to 512. Waits for nobody
 #include "memory.cuh"
 
@@ -42,8 +45,11 @@ static __device__ __forceinline__ u32 lanes_of(u64 places, u64 width) {
 extern "C" __global__ void __launch_bounds__(512, 1)
     copy_rows(const cupy_zc::RowPair* table, cupy_zc::u64 rows, cupy_zc::u64 target,
               cupy_zc::u64 target_pitch, cupy_zc::u64 source, cupy_zc::u64 source_pitch,
-              cupy_zc::u64 width) {
+              cupy_zc::u64 width, const cupy_zc::u32* shut) {
     using namespace cupy_zc;
+    if (*shut != 0) {
+        return;
+    }
     const u32 lanes = lanes_of(target | target_pitch | source | source_pitch | width, width);
     const Team team = {threadIdx.x % lanes, lanes};
     const u64 teams = gridDim.x * static_cast<u64>(blockDim.x / lanes);

@@ -8,6 +8,8 @@
 //             and rounded once, complex numbers part by part, integers truncated towards zero.
 //             Subnormal numbers are kept; a NaN stays one, with what payload the device gives it
 //   element   any but Bool, which has no average; the operation of select.cuh has no say
+//   shut      where this word of the device is not 0, nothing is written: the graph that replays it
+//             has outlived its communicator. Written by the host, beside no launch
 //   launch    any one-dimensional grid, up to 512 threads a block. Waits for nobody
 #include "memory.cuh"
 #include "select.cuh"
@@ -69,7 +71,10 @@ static __device__ __forceinline__ void divide_all(u64 address, u64 count, u32 by
 }  // namespace cupy_zc
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-    divide(cupy_zc::u64 address, cupy_zc::u64 count, cupy_zc::u32 by) {
+    divide(cupy_zc::u64 address, cupy_zc::u64 count, cupy_zc::u32 by, const cupy_zc::u32* shut) {
     using namespace cupy_zc;
+    if (*shut != 0) {
+        return;
+    }
     divide_all<Reduction<CUPY_ZC_ELEMENT, Avg>>(address, count, by);
 }

@@ -92,7 +92,7 @@ def wrong(part: Part, rank: int, size: int, *, sharp: bool) -> str:
     """Why a call does something else than it should, without a word; empty where it does not."""
     if part.op == AVG and TYPES[part.kind].kind in "iu":
         return "it averages integers"
-    if part.op == AVG and sharp:
+    if part.op == AVG and sharp and part.kind not in (6, 9):  # 16-bit floats
         return "SHARP has no average"
     given, taken = spans(part, rank, size)
     in_place = {

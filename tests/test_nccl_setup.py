@@ -27,7 +27,7 @@ from nccl_engines import (
 
 from cupy_zc import AgreementError, Communicator, Error, MismatchError
 from cupy_zc.collectives import nccl as engine
-from cupy_zc.collectives import nccl_setup, opening
+from cupy_zc.collectives import nccl_setup
 from cupy_zc.collectives.nccl import RAIL_BLOCKS
 from cupy_zc.registration import MulticastStatus
 
@@ -237,20 +237,26 @@ def test_ranks_that_disagree_about_the_backend_are_told(
 # What NCCL is told
 
 
+@pytest.mark.parametrize("tried", [False, True])
 @pytest.mark.parametrize("state", ["on", "off", "unavailable"])
 @pytest.mark.parametrize("refused", [None, "CUPY_ZC_MULTICAST=off"])
 @pytest.mark.parametrize("chosen", [None, "0", "1", "2"])
 def test_nccl_is_kept_from_multicast_where_that_is_off_and_the_user_has_not_decided(
-    monkeypatch: pytest.MonkeyPatch, state: Any, refused: str | None, chosen: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    state: Any,
+    refused: str | None,
+    chosen: str | None,
+    tried: bool,
 ) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", chosen or "")
     if chosen is None:
         monkeypatch.delenv("NCCL_NVLS_ENABLE")
     monkeypatch.setattr(nccl_setup, "multicast_refusal", lambda: refused)
     status = MulticastStatus(state, "")
-    nccl_setup.keep_from_multicast(status)
-    kept = state == "unavailable" or refused is not None
-    assert os.environ.get("NCCL_NVLS_ENABLE") == (chosen or ("0" if kept else None))
+    kept = (tried and state == "unavailable") or refused is not None
+    with nccl_setup.kept_from_multicast(status, tried=tried):
+        assert os.environ.get("NCCL_NVLS_ENABLE") == (chosen or ("0" if kept else None))
+    assert os.environ.get("NCCL_NVLS_ENABLE") == chosen  # for communicators that come later
 
 
 @pytest.mark.parametrize("asked", ["0", "1"])
@@ -264,18 +270,20 @@ def test_a_user_decides_about_collnet(
         comm.close()
 
 
-def test_opening_sets_what_nccl_reads_before_it_is_loaded(
+def test_what_nccl_reads_is_set_while_its_communicators_are_made(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl
 ) -> None:
     said: list[str | None] = []
+    init = nccl.init
 
-    def load() -> FakeNccl:
+    def noting(*arguments: Any, **options: Any) -> Any:
         said.append(os.environ.get("NCCL_NVLS_ENABLE"))
-        return nccl
+        return init(*arguments, **options)
 
-    monkeypatch.setattr(engine, "load_nccl", load)
-    monkeypatch.setattr(opening, "load_nccl", load)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    monkeypatch.setattr(nccl, "init", noting)
     monkeypatch.setattr(nccl_setup, "multicast_refusal", lambda: "CUPY_ZC_MULTICAST=off")
     for comm in opened(device, (0, 1), "nccl"):
         comm.close()
-    assert said == ["0", "0"]
+    assert set(said) == {"0"}
+    assert "NCCL_NVLS_ENABLE" not in os.environ

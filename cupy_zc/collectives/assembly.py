@@ -150,6 +150,7 @@ class _Several:
         sharp: bool = False,
         beside: bool = False,
         mail: bool = True,
+        tried: bool = False,
     ) -> NcclEngine:
         """Ranks that NCCL connects; see :class:`NcclEngine`."""
         members = self.topology.node_ranks
@@ -159,7 +160,7 @@ class _Several:
 
         engine = NcclEngine(
             group, node.registry, checker, departed, self.abandon, self.options.wait, self.local,
-            sharp=sharp, beside=beside, mail=mail,
+            sharp=sharp, beside=beside, mail=mail, tried=tried,
         )  # fmt: skip
         self.stack.callback(engine.close)
         return engine
@@ -191,9 +192,11 @@ class _Several:
             )
             checker = self.checker_of(rail_ranks, rail_name)
             rail = NcclTier(
-                self.connected(node, rail_ranks, checker, sharp=True, beside=True, mail=False)
+                self.connected(
+                    node, rail_ranks, checker, sharp=True, beside=True, mail=False, tried=True
+                )
             )
-            whole = NcclTier(self.connected(node, self.bootstrap, self.checker))
+            whole = NcclTier(self.connected(node, self.bootstrap, self.checker, tried=True))
         across = self.across(rail_ranks, world.rail)
         made = HierarchicalEngine(node, engine, rail, whole, across, world, self.local, parents)
         self.stack.callback(made.close)

@@ -330,6 +330,7 @@ class Communicator(Calls, SymmetricArrays):
                 stack.callback(self._registry.close)  # waits for the device, and with it for ...
                 stack.callback(self._part)  # ... ranks of the same device that wait for this one
                 self._line.wait()
+                self._engine.leave()
 
     def stop(self) -> None:
         """:meth:`close`, by the name that ``cupyx.distributed`` has for it."""

@@ -205,6 +205,10 @@ class Engine(Protocol):
         """Wait for a stream, or an event of the driver, behind calls of this engine."""
         ...
 
+    def leave(self) -> None:
+        """All work of this rank has ended, and it is about to close. It may wait for the others."""
+        ...
+
     def close(self) -> None:
         """Give back what is not memory of the heap. Local; work enqueued has ended before."""
         ...
@@ -224,6 +228,9 @@ class WithinNode:
 
     def collect(self) -> None:
         """Nothing: the registry does it."""
+
+    def leave(self) -> None:
+        """Nothing: peers map what they read."""
 
     def rules(self, array: Any) -> tuple[Rule, ...]:  # noqa: ARG002
         """None: the registry has them all."""

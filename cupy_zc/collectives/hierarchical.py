@@ -50,6 +50,8 @@ class _Lane:
     side: Any
     #: Two arrays of bytes, once a call needs them.
     scratch: dict[str, Any] = field(default_factory=dict)
+    #: Whether a graph on this rank has it.
+    held: bool = True
 
 
 class HierarchicalEngine:
@@ -121,11 +123,19 @@ class HierarchicalEngine:
             do()
         except Exception as error:  # noqa: BLE001 - the vote raises it on every rank
             failure = error
-        vote(self._node.talk, step, failure, timeout=timeout or 3 * self._node.registry.timeout)
+        with self._named["node"]():
+            vote(self._node.talk, step, failure, timeout=timeout or 3 * self._node.registry.timeout)
+
+    def _on_rails(self, step: str, do: Callable[[], None]) -> None:
+        def named() -> None:
+            with self._named["rail"]():
+                do()
+
+        self._on_all(step, named)
 
     def register(self, registration: Registration) -> None:
         """Let the rails, and all ranks, know the segments, too. Collective."""
-        self._on_all("register on the rails", partial(self._rail.register, registration))
+        self._on_rails("register on the rails", partial(self._rail.register, registration))
         self._on_all("register between nodes", partial(self._whole.register, registration))
 
     def adopt(self, segment: Segment) -> None:
@@ -135,7 +145,7 @@ class HierarchicalEngine:
 
     def collect(self) -> None:
         """Carry out what was let go of, on the tiers. Collective."""
-        self._on_all("collect on the rails", self._rail.collect)
+        self._on_rails("collect on the rails", self._rail.collect)
         self._on_all("collect between nodes", self._whole.collect)
 
     def rules(self, array: Any) -> tuple[Rule, ...]:
@@ -185,6 +195,7 @@ class HierarchicalEngine:
     def invalidate(self) -> None:
         """Make every replay of a graph do nothing from now on."""
         with ExitStack() as stack:
+            stack.callback(self._local.shut)  # when none is under way any more
             for engine in self._engines:
                 stack.callback(engine.invalidate)
 
@@ -193,15 +204,21 @@ class HierarchicalEngine:
         self._rail.part()
         self._whole.part()
 
+    def leave(self) -> None:
+        """Wait a moment for the others."""
+        self._whole.engine.leave()
+
     def close(self) -> None:
         """Give back what there is. Local."""
         with ExitStack() as stack:
             stack.callback(self._engine.close)
             stack.callback(self._extra.close)
-            stack.callback(self._local.close)
             stack.callback(self._rail.close)
             stack.callback(self._whole.close)
-            self._lanes.clear()
+            # Graphs that live keep what their copies read and write.
+            self._lanes = {n: lane for n, lane in self._lanes.items() if n and lane.held}
+            if not self._lanes:
+                stack.callback(self._local.close)
 
     # Lanes
 
@@ -258,10 +275,12 @@ class HierarchicalEngine:
             self._rail.fit_lane(lane, call)
 
     def _make_scratch(self, lane: int) -> None:
+        arrays = {}
         for name in ("first", "second"):
             memory = self._node.heap.reserve(self._sizes.scratch)
             pointer = cupy.cuda.MemoryPointer(memory, 0)
-            self._lanes[lane].scratch[name] = cupy.ndarray(self._sizes.scratch, "u1", pointer)
+            arrays[name] = cupy.ndarray(self._sizes.scratch, "u1", pointer)
+        self._lanes[lane].scratch.update(arrays)
 
     def lane_bytes(self, lane: int) -> int:
         """Bytes of a lane on this rank, those of the tiers included."""
@@ -273,6 +292,7 @@ class HierarchicalEngine:
     def close_lane(self, lane: int) -> None:
         """The graph of a lane is gone on this rank."""
         mine = self._lanes[lane]
+        mine.held = False
         self._rail.close_lane(mine.rail)
         self._whole.close_lane(mine.whole)
         self._engine.close_lane(lane)
@@ -332,6 +352,8 @@ class HierarchicalEngine:
         mine = self._lanes[lane]
         reasons = [place.reason for place in self.places(call) if place.reason]
         self._last = transfer_of(call, self.name, self._world.size, reasons, staged=bool(reasons))
+        if call.dtype.kind != "b":
+            self._local.preload((call.code,))  # not behind a kernel that waits
         arrays = self._arrays(plan, call, mine, stream)
         steps = dict(self._steps(plan, call, arrays))
         if not lane:

@@ -97,8 +97,12 @@ class LocalWork(Protocol):
         """
         ...
 
+    def shut(self) -> None:
+        """Let all that graphs replay from now on do nothing. No replay is under way."""
+        ...
+
     def close(self) -> None:
-        """Give the tables back. Nothing that was enqueued reads them any more."""
+        """Give the tables back. Nothing enqueued, and no graph, reads them any more."""
         ...
 
 
@@ -111,6 +115,7 @@ class HostLocal:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._is_shut = False
 
     def preload(self, codes: Iterable[int]) -> None:
         """Nothing is loaded."""
@@ -142,11 +147,19 @@ class HostLocal:
         array = matrix(address, 1, count, np.dtype(DTYPES[code]))[0]
         self._enqueue("divide", stream, functools.partial(divide, array, by))
 
+    def shut(self) -> None:
+        """See :meth:`LocalWork.shut`."""
+        self._is_shut = True
+
     def close(self) -> None:
         """Nothing: a table is no memory of the driver."""
 
     def _enqueue(self, call: str, stream: Any, work: Callable[[], None]) -> None:
-        self._driver.resolve_stream(call, stream).enqueue(work)
+        self._driver.resolve_stream(call, stream).enqueue(functools.partial(self._run, work))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if not self._is_shut:
+            work()
 
 
 def _rows(address: int, count: int, pitch: int, width: int) -> Array:
@@ -183,11 +196,19 @@ class DeviceLocal:
         self._device = device
         self._most = _BLOCKS * driver.multiprocessors(device)
         self._tables: dict[Rows, _Table] = {}
+        self._loaded: set[KernelName] = set()
+        #: A word that kernels look at: whether they must not do anything.
+        self._word: Any = None
+        with self._aside():
+            self._word = driver.plain_memory(8)
+            driver.write(self._word.ptr, bytes(8))
 
     def preload(self, codes: Iterable[int]) -> None:
         """See :meth:`LocalWork.preload`; a type without an average needs nothing of its own."""
-        names = {_COPY, *(_divide_of(code) for code in codes if code != _BOOL)}
-        load_all(self._driver, self._device, names)
+        names = {_COPY, *(_divide_of(code) for code in codes if code != _BOOL)} - self._loaded
+        if names:
+            load_all(self._driver, self._device, names)
+            self._loaded |= names
 
     def prepare(self, rows: Rows) -> _Table:
         """See :meth:`LocalWork.prepare`."""
@@ -211,17 +232,23 @@ class DeviceLocal:
             return
         values = (
             table.memory.ptr, table.count, target, target_pitch, source, source_pitch, width,
+            self._word.ptr,
         )  # fmt: skip
         self._launch(_COPY, table.count * width, [_u64(value) for value in values], stream)
 
     def divide(self, address: int, count: int, code: int, by: int, stream: Any) -> None:
         """See :meth:`LocalWork.divide`."""
         if count:
-            values = [_u64(address), _u64(count), _u32(by)]
+            values = [_u64(address), _u64(count), _u32(by), _u64(self._word.ptr)]
             self._launch(_divide_of(code), count * ITEMSIZES[code], values, stream)
 
+    def shut(self) -> None:
+        """See :meth:`LocalWork.shut`."""
+        with self._aside():
+            self._driver.write(self._word.ptr, b"\x01" * 8)
+
     def close(self) -> None:
-        """See :meth:`LocalWork.close`."""
+        """See :meth:`LocalWork.close`; the word stays, for graphs that live."""
         self._tables.clear()
 
     def _made(self, rows: Rows) -> _Table:

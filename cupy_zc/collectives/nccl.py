@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from .nccl_library import Nccl, NotInTimeError, in_time, load_nccl
 from .nccl_mail import NcclMail
 from .nccl_registration import NcclRegistrations
 from .nccl_rules import nccl_rules
-from .nccl_setup import agreed_library, keep_from_multicast, make_comms, together
+from .nccl_setup import agreed_library, kept_from_multicast, make_comms, together
 from .plan import REDUCTIONS, Operation
 from .point_to_point import Letter
 
@@ -44,6 +44,8 @@ _log = logging.getLogger("cupy_zc")
 
 #: Multiprocessors that NCCL may use where a node's engine works beside it.
 RAIL_BLOCKS = 16
+#: Seconds that a rank which closes waits for the others to do so.
+LEAVING = 1.0
 #: Bytes of an all_reduce for which NCCL connects what it uses for large ones.
 _WARM_BYTES = 8 << 20
 _INT32, _SUM = 2, REDUCTIONS.index("sum")
@@ -111,6 +113,7 @@ class NcclEngine:
         sharp: Whether there is one rank a node, so that IB SHARP can carry reductions.
         beside: Whether another engine works on the GPU at the same time.
         mail: Whether there are point-to-point calls.
+        tried: Whether multicast is tried on the node before this is connected.
         load: Gives NCCL.
     """
 
@@ -130,6 +133,7 @@ class NcclEngine:
         sharp: bool,
         beside: bool,
         mail: bool,
+        tried: bool = False,
         load: Callable[[], Nccl] | None = None,
     ) -> None:
         assert isinstance(registry.driver, KernelDriver)
@@ -139,6 +143,7 @@ class NcclEngine:
         self._device = registry.device
         self._departed, self._abandon, self._timeout = departed, abandon, timeout
         self._local, self._sharp, self._beside, self._with_mail = local, sharp, beside, mail
+        self._tried = tried
         self._load = load or load_nccl
         self._copies = Copies(self._driver)
         self._graphs = Graphs(self._driver, lambda holder: self.registrations.let_go(holder))
@@ -161,12 +166,12 @@ class NcclEngine:
             AgreementError: NCCL is not there on a rank, or could not connect it; on all of them.
             MismatchError: ranks have different versions of NCCL.
         """
-        keep_from_multicast(self._registry.multicast.status)
         library = agreed_library(self._group, self._load)
-        comms = make_comms(
-            self._group, library, self._driver, self._device, 3 if self._with_mail else 1,
-            sharp=self._sharp, most_blocks=RAIL_BLOCKS if self._beside else None,
-        )  # fmt: skip
+        with kept_from_multicast(self._registry.multicast.status, tried=self._tried):
+            comms = make_comms(
+                self._group, library, self._driver, self._device, 3 if self._with_mail else 1,
+                sharp=self._sharp, most_blocks=RAIL_BLOCKS if self._beside else None,
+            )  # fmt: skip
         self._library, self._comm = library, comms[0]
         limit = settings().setup_timeout  # the others wait no longer
         self.health = health = NcclHealth(
@@ -308,6 +313,7 @@ class NcclEngine:
             in_time("replays", partial(self._driver.synchronize, self._device), self._timeout)
         except NotInTimeError:
             _log.warning("rank %d: a replay does not end; it is aborted", self._checker.rank)
+        self._local.shut()
         self.fail(Error(f"{self._checker.name('close')}: closed while graphs with its calls live"))
 
     # A call
@@ -358,6 +364,7 @@ class NcclEngine:
         function, arguments, divisor = nccl_call(call, self.size, source, target, sharp=self._sharp)
         divide = None
         if divisor > 1:
+            self._local.preload((call.code,))  # not behind a kernel that waits
             count = call.columns
             divide = partial(self._local.divide, target, count, call.code, divisor)
         made = _Made(
@@ -395,6 +402,12 @@ class NcclEngine:
         """The collective that was enqueued last."""
         return self._repeat
 
+    def leave(self) -> None:
+        """Wait a moment for the others: their kernels may still read what this rank gives back."""
+        if self.health.failure is None and not self._graphs.alive():
+            with suppress(Error):
+                self._group.all_gather(b"", tag="leave", timeout=LEAVING)
+
     def close(self) -> None:
         """Give back what there is. Local."""
         with ExitStack() as stack:
@@ -404,4 +417,4 @@ class NcclEngine:
                 stack.callback(self.registrations.close, aborted=self.health.failure is not None)
             if self._mail is not None:
                 stack.callback(self._mail.close)
-            self._repeat = self._token = None
+            self._repeat = None

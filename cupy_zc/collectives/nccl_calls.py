@@ -20,6 +20,8 @@ __all__ = ["BYTES", "NcclCall", "nccl_call", "refuse_nccl_reduction"]
 
 #: ``ncclUint8``.
 BYTES = 1
+#: Bytes of a 16-bit float.
+_HALF = 2
 #: ``ncclDataType_t`` of what NCCL reduces, and how many of it an element is.
 _TYPES: dict[str, tuple[int, int]] = {
     "bool": (BYTES, 1), "int8": (0, 1), "uint8": (BYTES, 1),
@@ -77,7 +79,8 @@ def nccl_call(call: Call, size: int, source: int, target: int, *, sharp: bool) -
         size: Number of ranks.
         source: Address of the input; where this rank has none, of any memory.
         target: As ``source``.
-        sharp: Whether IB SHARP may carry it, which knows no average.
+        sharp: Whether IB SHARP may carry it, which knows no average. Those of 16-bit floats stay
+            averages all the same, as their sums would overflow.
     """
     role = ROLES[call.operation]
     if not role.reduces:
@@ -90,7 +93,7 @@ def nccl_call(call: Call, size: int, source: int, target: int, *, sharp: bool) -
     kind, parts = _TYPES[DTYPES[call.code]]
     operation = _OF_BOOLS[name] if call.dtype.kind == "b" else _REDUCTIONS[name]
     divisor = 1
-    if operation == _AVG and (sharp or call.dtype.kind in "iu"):
+    if operation == _AVG and (call.dtype.kind in "iu" or (sharp and call.dtype.itemsize > _HALF)):
         operation, divisor = _SUM, size
     arguments: tuple[int, ...] = (source, target, call.columns * parts, kind, operation)
     if role.rooted:

@@ -38,7 +38,7 @@ _log = logging.getLogger("cupy_zc")
 #: Seconds between two looks.
 LOOK = 0.05
 #: Seconds in which what a rank did before it went may still end a call.
-SETTLE = 0.5
+SETTLE = 5.0
 #: Seconds in which calls of NCCL under way are given to end before it is aborted under them.
 COURTESY = 0.2
 #: Seconds that a communicator is given to be destroyed in :meth:`NcclHealth.close`.
@@ -212,7 +212,9 @@ class NcclHealth:
         begun = [trail.since() for trail in self._trails] + [self.inside or None]
         since = min((each for each in begun if each is not None), default=None)
         replays = self._replays()
-        lost = self._gone_since is not None and now - self._gone_since > SETTLE
+        lost = self._gone_since is not None and now - self._gone_since > min(
+            SETTLE, self._timeout / 2
+        )
         if lost and (since is not None or replays):
             what = "a call waits for it" if since is not None else "a graph may wait for it"
             words = self._says(f"{name_ranks(gone)} gone; {what}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ..group import Bootstrap, agree_equal, vote
 from ..registration import MulticastStatus
 from .nccl_library import Nccl, NotInTimeError, aside, in_time
 
-__all__ = ["agreed_library", "keep_from_multicast", "make_comms", "together"]
+__all__ = ["agreed_library", "kept_from_multicast", "make_comms", "together"]
 
 _log = logging.getLogger("cupy_zc")
 
@@ -63,14 +64,27 @@ def agreed_library(group: Bootstrap, load: Callable[[], Nccl]) -> Nccl:
     return library
 
 
-def keep_from_multicast(status: MulticastStatus) -> None:
-    """Pass on to NCCL that multicast is switched off, or does not work on this machine.
+@contextmanager
+def kept_from_multicast(status: MulticastStatus, *, tried: bool) -> Iterator[None]:
+    """A block in which NCCL makes communicators, and learns that multicast is off or does not work.
 
-    NCCL would try it by itself, and from 2.29 on fail where it does not work. A user who has set
-    ``NCCL_NVLS_ENABLE`` has decided.
+    It would try it by itself, and from 2.29 on fail where it does not work. It reads the variable
+    once a process. A user who has set ``NCCL_NVLS_ENABLE`` has decided.
+
+    Args:
+        status: What this package knows of multicast on the node.
+        tried: Whether it is unavailable because it failed, and not because nobody would use it.
     """
-    if status.state == "unavailable" or multicast_refusal():
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    name = "NCCL_NVLS_ENABLE"
+    fails = tried and status.state == "unavailable"
+    sets = name not in os.environ and bool(fails or multicast_refusal())
+    if sets:
+        os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if sets:  # it would switch multicast off for communicators that are made later
+            os.environ.pop(name, None)
 
 
 def make_comms(

@@ -36,11 +36,14 @@ def runtime_call(name: str, detail: str = "") -> Iterator[None]:
 class CudaEvent:
     """A point in a stream, which can be asked for beside a capture without harming it."""
 
-    __slots__ = ("_done", "_event")
+    __slots__ = ("_event", "_recorded", "_seen")
 
     def __init__(self, event: cupy.cuda.Event) -> None:
         self._event = event
-        self._done = False
+        #: How often it was recorded, twice over; odd while it is. And when that was seen done:
+        #: another thread may ask while it is recorded anew.
+        self._recorded = 0
+        self._seen = -1
 
     @property
     def ptr(self) -> int:
@@ -54,12 +57,14 @@ class CudaEvent:
         Raises:
             DriverError: CUDA refused.
         """
-        self._done = False
+        self._recorded += 1
         try:
             runtime.eventRecord(self._event.ptr, stream.ptr)
         except runtime.CUDARuntimeError:
             with runtime_call("cudaEventRecord", f"stream={stream.ptr:#x}"):
                 raise
+        finally:
+            self._recorded += 1
 
     @property
     def done(self) -> bool:
@@ -68,7 +73,8 @@ class CudaEvent:
         Raises:
             DriverError: a kernel before the point failed, so the answer is not to be had.
         """
-        if not self._done:
+        asked = self._recorded
+        if asked != self._seen:
             with relaxed_capture():
                 try:
                     call("cuEventQuery", self._event.ptr)
@@ -76,8 +82,8 @@ class CudaEvent:
                     if error.result != "CUDA_ERROR_NOT_READY":
                         raise
                     return False
-            self._done = True
-        return True
+            self._seen = asked
+        return asked == self._recorded
 
 
 def record(stream: Any, device: int) -> cupy.cuda.Event:
