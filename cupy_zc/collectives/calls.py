@@ -51,7 +51,8 @@ class Calls(ABC):
         PeerTimeoutError: a rank has gone or did not come in time. The communicator is over then.
 
     Raises (every call, when it runs; from ``synchronize()`` where it was queued):
-        MismatchError: ranks call different things; on all of them, nothing written.
+        MismatchError: ranks call different things; on all of them, nothing written. NCCL compares
+            nothing: what it carries then ends in a PeerTimeoutError, or mixes up data.
         PeerTimeoutError: a rank has gone or did not come in time. The communicator is over then.
     """
 
@@ -110,8 +111,8 @@ class Calls(ABC):
             in_array: What this rank adds.
             out_array: Gets the result; at least as many elements as ``in_array``.
             op: "sum", "prod", "min", "max" or "avg". Complex arrays have no min and max; bool has
-                no avg. Sums of 16-bit floats accumulate in float32; the avg of integers is
-                truncated towards zero.
+                no avg. Sums of 16-bit floats accumulate in float32, but for what NCCL does; the
+                avg of integers is truncated towards zero.
             stream: None for the current one.
         """
         key = (Operation.ALL_REDUCE, id(in_array), id(out_array), op)
