@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import collective_processes as processes
 import nccl_workers as ranks
 import pytest
 from test_collectives_processes import spawned
@@ -85,3 +86,14 @@ def test_the_log_of_nccl_says_that_memory_of_ours_is_registered(
 def test_a_call_costs_the_host_little_more_than_nccl_does() -> None:
     for told in spawned(2, ranks.host_cost):
         assert told["ours"] < told["NCCL"] + 6, told
+
+
+@pytest.mark.parametrize("node_size", ["0", "1"], ids=["one node", "pretend nodes of one rank"])
+def test_an_unchanged_script_runs_on_nodes_as_well(
+    node_size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_ZC_NODE_SIZE", node_size)
+    for told in spawned(2, processes.unchanged_script, "cuda"):
+        assert told["sums"] == [3.0, 3.0]
+        assert told["operation"] == "send_recv"
+'''
