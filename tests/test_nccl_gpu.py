@@ -96,4 +96,3 @@ def test_an_unchanged_script_runs_on_nodes_as_well(
     for told in spawned(2, processes.unchanged_script, "cuda"):
         assert told["sums"] == [3.0, 3.0]
         assert told["operation"] == "send_recv"
-'''
