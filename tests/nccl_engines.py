@@ -1,4 +1,4 @@
-"""What tests of the NCCL engine share: a double of the library, places of ranks, and looks inside."""
+"""What tests of the NCCL engine share: a double of the library, places of ranks, looks inside."""
 
 from __future__ import annotations
 

@@ -205,6 +205,10 @@ class Engine(Protocol):
         """Wait for a stream, or an event of the driver, behind calls of this engine."""
         ...
 
+    def flush(self) -> None:
+        """Wait for what goes on behind the calls that were enqueued, before peers are left."""
+        ...
+
     def close(self) -> None:
         """Give back what is not memory of the heap. Local; work enqueued has ended before."""
         ...
@@ -224,6 +228,9 @@ class WithinNode:
 
     def collect(self) -> None:
         """Nothing: the registry does it."""
+
+    def flush(self) -> None:
+        """Nothing: what was sent is where the receiver finds it."""
 
     def rules(self, array: Any) -> tuple[Rule, ...]:  # noqa: ARG002
         """None: the registry has them all."""

@@ -112,10 +112,7 @@ class HierarchicalEngine:
             self._on_all(f"connect the {what}", engine.connect, 5 * settings().setup_timeout)
 
     def _on_all(self, step: str, do: Callable[[], None], timeout: float = 0.0) -> None:
-        """Something that one tier does, and the ranks of the node learn whether it worked for all.
-
-        Rails do not know of each other, so nothing of all ranks comes before that.
-        """
+        """What one tier does; the node learns how it went, as rails do not know of each other."""
         failure: Exception | None = None
         try:
             do()
@@ -178,6 +175,10 @@ class HierarchicalEngine:
         with self._named["node"](), self._rail.waiting(), self._whole.waiting():
             self._engine.wait(point)
 
+    def flush(self) -> None:
+        """Wait for sends."""
+        self._whole.engine.flush()
+
     def decline(self) -> None:
         """Tell peers of the node that this rank captures."""
         self._engine.decline()
@@ -234,8 +235,7 @@ class HierarchicalEngine:
         except BaseException:  # on all ranks
             self._rail.close_lane(rail)
             raise
-        scratch = {} if before is None else before.scratch
-        return _Lane(rail, whole, side, scratch)
+        return _Lane(rail, whole, side, {} if before is None else before.scratch)
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""
@@ -391,7 +391,7 @@ class HierarchicalEngine:
                 )  # fmt: skip
 
     def repeat(self) -> None:
-        """None: the parts are made anew each time."""
+        """None: the parts are made anew."""
 
 
 def _view(arrays: Mapping[str, Any], span: Span, call: Call) -> cupy.ndarray:

@@ -210,6 +210,7 @@ class Line:
         point = self.point
         if point is not None and (self._event is not None or not self.capturing(point)):
             self._engine.wait(point)
+        self._engine.flush()
 
     def _follow(self, stream: Any) -> None:
         """Let a stream wait for this communicator's work on the one before."""
