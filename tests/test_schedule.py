@@ -204,24 +204,28 @@ def test_members_of_a_step_agree_about_it_and_stay_within_their_buffers(
 @settings(max_examples=100)
 @given(
     nodes=st.integers(2, 4), local=st.integers(1, 3), columns=st.integers(1, 5000),
-    itemsize=st.sampled_from([1, 2, 4, 8, 16]), piece=st.sampled_from([64, 1 << 20]),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]), piece=st.integers(1, 300) | st.just(1 << 20),
 )  # fmt: skip
 def test_of_a_large_all_reduce_each_rail_gets_its_part_and_each_element_goes_once(
     nodes: int, local: int, columns: int, itemsize: int, piece: int
 ) -> None:
     shape = Shape(Operation.ALL_REDUCE, columns, itemsize, 0, False, 0, False)
     sent: list[list[int]] = []
+    begins: set[int] = set()
     for mine in worlds(nodes, local)[:local]:  # of one node
         plan = schedule(shape, mine, Sizes(leaders=1, piece=piece))
         assert plan is not None
+        rails = [act for act in plan.acts if isinstance(act, Step) and act.who == "rail"]
+        begins |= {act.source.start * itemsize % 16 for act in rails if act.source is not None}
         sent.append(
             [
                 element
-                for act in plan.acts
-                if isinstance(act, Step) and act.who == "rail" and act.source is not None
+                for act in rails
+                if act.source is not None
                 for element in range(act.source.start, act.source.start + act.columns)
             ]
         )
+    assert begins <= {0}, "a piece that does not begin at a multiple of 16 bytes takes scalar ways"
     assert sorted(element for rank in sent for element in rank) == list(range(columns))
     rest = local * max(1, 16 // itemsize)  # goes by the leader alone
     assert max(map(len, sent)) <= columns // local + rest
@@ -250,3 +254,57 @@ def test_kept_schedules_of_many_nodes_have_a_bound(monkeypatch: pytest.MonkeyPat
         assert kept._acts == sum(1 + len(each) for each in acts) <= 1000
         most = max(most, len(acts))
     assert most > 1
+
+
+def _touched(act: Any, size: int) -> list[tuple[str, int, int, bool]]:
+    """What an act reads and writes: buffer, first and last element, whether it writes."""
+    match act:
+        case Step():
+            spans = [(act.source, False), (act.target, True)]
+            return [
+                (span.buffer, span.start, span.start + span.length, writes)
+                for span, writes in spans
+                if span is not None
+            ]
+        case Divide():
+            return [(act.span.buffer, act.span.start, act.span.start + act.span.length, True)]
+        case Copy():
+            rows = size * act.columns
+            return [(act.source, 0, rows, False), (act.target, 0, rows, True)]
+    raise AssertionError(act)
+
+
+def _unordered(plan: Schedule, size: int) -> list[tuple[Any, Any]]:
+    """Pairs of acts on two streams that touch the same elements, of which one writes, at once."""
+    known: dict[bool, set[int]] = {False: set(), True: set()}
+    found = []
+    for index, act in enumerate(plan.acts):
+        if isinstance(act, Follow):
+            known[act.side] |= known[not act.side]
+            continue
+        side = getattr(act, "side", False)
+        mine = _touched(act, size)
+        for before in set(range(index)) - known[side]:
+            other = plan.acts[before]
+            if isinstance(other, Follow):
+                continue
+            found += [
+                (other, act)
+                for buffer, start, end, writes in mine
+                for name, first, last, wrote in _touched(other, size)
+                if buffer == name and start < last and first < end and (writes or wrote)
+            ]
+        known[side].add(index)
+    ends = {index for index, act in enumerate(plan.acts) if getattr(act, "side", False)}
+    late = [(plan.acts[index], None) for index in ends - known[False] if index in known[True]]
+    return found + [each for each in late if not isinstance(each[0], Follow)]
+
+
+@settings(max_examples=200)
+@given(call=_calls(), sizes=_SIZES)
+def test_what_two_streams_do_to_the_same_elements_has_an_order(
+    call: tuple[list[World], Shape], sizes: Sizes
+) -> None:
+    world, shape = call
+    for plan in schedules(world, shape, sizes) or ():
+        assert not _unordered(plan, len(world))
