@@ -213,9 +213,7 @@ class HierarchicalEngine:
         try:
             with self._across.step("open a lane"):
                 lanes.append(self._engine.open_lane())
-                self._on_all(
-                    "open a lane between nodes", lambda: tiers.append(self._open_tiers(lanes[0]))
-                )
+                self._on_all("open lanes", partial(self._open_tiers, lanes[0], tiers))
         except BaseException:
             for each in tiers:
                 self._rail.close_lane(each.rail)
@@ -226,7 +224,7 @@ class HierarchicalEngine:
         self._lanes[lanes[0]] = tiers[0]
         return lanes[0]
 
-    def _open_tiers(self, lane: int) -> _Lane:
+    def _open_tiers(self, lane: int, opened: list[_Lane]) -> None:
         side = self._driver.make_stream(non_blocking=True)
         before = self._lanes.get(lane)
         rail = self._rail.open_lane()
@@ -235,7 +233,7 @@ class HierarchicalEngine:
         except BaseException:  # on all ranks
             self._rail.close_lane(rail)
             raise
-        return _Lane(rail, whole, side, {} if before is None else before.scratch)
+        opened.append(_Lane(rail, whole, side, {} if before is None else before.scratch))
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""
@@ -317,6 +315,7 @@ class HierarchicalEngine:
         if not lane and isinstance(work, Call):
             self._parents.add(work, 0)
             self._whole.enter([work])
+            self._rail.enter(())
         self._whole.engine.enqueue(work, stream, self._lanes[lane].whole)
 
     def _barrier(self, stream: Any) -> None:
@@ -337,6 +336,7 @@ class HierarchicalEngine:
         if not lane:
             self._parents.add(call, sum(step.who == "node" for step in steps))
             self._rail.enter(part for step, part in steps.items() if step.who == "rail")
+            self._whole.enter(())
         for act in plan.acts:
             if isinstance(act, Follow):
                 first, then = (stream, mine.side) if act.side else (mine.side, stream)
