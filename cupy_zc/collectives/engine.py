@@ -206,7 +206,10 @@ class Engine(Protocol):
         ...
 
     def leave(self) -> None:
-        """All work of this rank has ended, and it is about to close. It may wait for the others."""
+        """What was enqueued on streams of the user has ended, and this rank is about to close.
+
+        It waits for what goes on behind those, and may wait for the others.
+        """
         ...
 
     def close(self) -> None:
@@ -230,7 +233,7 @@ class WithinNode:
         """Nothing: the registry does it."""
 
     def leave(self) -> None:
-        """Nothing: peers map what they read."""
+        """Nothing: what was sent is where the receiver finds it, and peers map what they read."""
 
     def rules(self, array: Any) -> tuple[Rule, ...]:  # noqa: ARG002
         """None: the registry has them all."""

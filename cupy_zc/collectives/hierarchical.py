@@ -114,10 +114,7 @@ class HierarchicalEngine:
             self._on_all(f"connect the {what}", engine.connect, 5 * settings().setup_timeout)
 
     def _on_all(self, step: str, do: Callable[[], None], timeout: float = 0.0) -> None:
-        """Something that one tier does, and the ranks of the node learn whether it worked for all.
-
-        Rails do not know of each other, so nothing of all ranks comes before that.
-        """
+        """What one tier does; the node learns how it went, as rails do not know of each other."""
         failure: Exception | None = None
         try:
             do()
@@ -205,7 +202,7 @@ class HierarchicalEngine:
         self._whole.part()
 
     def leave(self) -> None:
-        """Wait a moment for the others."""
+        """Wait for sends, and a moment for the others."""
         self._whole.engine.leave()
 
     def close(self) -> None:
@@ -229,9 +226,7 @@ class HierarchicalEngine:
         try:
             with self._across.step("open a lane"):
                 lanes.append(self._engine.open_lane())
-                self._on_all(
-                    "open a lane between nodes", lambda: tiers.append(self._open_tiers(lanes[0]))
-                )
+                self._on_all("open lanes", partial(self._open_tiers, lanes[0], tiers))
         except BaseException:
             for each in tiers:
                 self._rail.close_lane(each.rail)
@@ -242,7 +237,7 @@ class HierarchicalEngine:
         self._lanes[lanes[0]] = tiers[0]
         return lanes[0]
 
-    def _open_tiers(self, lane: int) -> _Lane:
+    def _open_tiers(self, lane: int, opened: list[_Lane]) -> None:
         side = self._driver.make_stream(non_blocking=True)
         before = self._lanes.get(lane)
         rail = self._rail.open_lane()
@@ -251,8 +246,7 @@ class HierarchicalEngine:
         except BaseException:  # on all ranks
             self._rail.close_lane(rail)
             raise
-        scratch = {} if before is None else before.scratch
-        return _Lane(rail, whole, side, scratch)
+        opened.append(_Lane(rail, whole, side, {} if before is None else before.scratch))
 
     def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""
@@ -337,6 +331,7 @@ class HierarchicalEngine:
         if not lane and isinstance(work, Call):
             self._parents.add(work, 0)
             self._whole.enter([work])
+            self._rail.enter(())
         self._whole.engine.enqueue(work, stream, self._lanes[lane].whole)
 
     def _barrier(self, stream: Any) -> None:
@@ -359,6 +354,7 @@ class HierarchicalEngine:
         if not lane:
             self._parents.add(call, sum(step.who == "node" for step in steps))
             self._rail.enter(part for step, part in steps.items() if step.who == "rail")
+            self._whole.enter(())
         for act in plan.acts:
             if isinstance(act, Follow):
                 first, then = (stream, mine.side) if act.side else (mine.side, stream)
@@ -413,7 +409,7 @@ class HierarchicalEngine:
                 )  # fmt: skip
 
     def repeat(self) -> None:
-        """None: the parts are made anew each time."""
+        """None: the parts are made anew."""
 
 
 def _view(arrays: Mapping[str, Any], span: Span, call: Call) -> cupy.ndarray:

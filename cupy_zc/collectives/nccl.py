@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import settings
 from ..driver.api import KernelDriver, capturing, using_stream
-from ..errors import Error, MismatchError
+from ..errors import Error, MismatchError, PeerTimeoutError
 from ..group import Bootstrap
 from ..memory.blocks import Segment
 from ..registration import Probe, Registration, Registry, Rule
@@ -31,6 +31,7 @@ from .nccl_calls import nccl_call
 from .nccl_graphs import Graphs
 from .nccl_health import NcclHealth
 from .nccl_library import Nccl, NotInTimeError, in_time, load_nccl
+from .nccl_made import Made
 from .nccl_mail import NcclMail
 from .nccl_registration import NcclRegistrations
 from .nccl_rules import nccl_rules
@@ -50,53 +51,6 @@ LEAVING = 1.0
 _WARM_BYTES = 8 << 20
 _INT32, _SUM = 2, REDUCTIONS.index("sum")
 _IN_PLACE = "all_to_all in place copies the input"
-
-
-class _Made:
-    """A collective as it was handed to NCCL, to be made again."""
-
-    __slots__ = ("_arguments", "_divide", "_engine", "_function", "_transfer", "_version")
-
-    def __init__(
-        self,
-        engine: NcclEngine,
-        function: Callable[..., None],
-        arguments: tuple[int, ...],
-        divide: Callable[[Any], None] | None,
-        transfer: Transfer,
-        version: int,
-    ) -> None:
-        self._engine = engine
-        self._function = function
-        self._arguments = arguments
-        self._divide = divide
-        self._transfer = transfer
-        self._version = version
-
-    def launch(self, stream: Any) -> bool:
-        """Make it again, eager; see :class:`~.engine.Repeat`."""
-        engine = self._engine
-        registrations = engine.registrations
-        if (
-            engine.health.failure is not None
-            or registrations.stale
-            or registrations.version != self._version  # it may be another transfer by now
-        ):
-            return False
-        try:
-            self.enqueue(stream)
-        except BaseException as error:
-            engine.fail(error)
-            raise
-        engine.health.made(stream)
-        return True
-
-    def enqueue(self, stream: Any) -> None:
-        """Hand it to NCCL."""
-        self._engine.hand_over(self._function, self._arguments, stream)
-        if self._divide is not None:
-            self._divide(stream)
-        self._engine.done = self._transfer
 
 
 class NcclEngine:
@@ -147,7 +101,7 @@ class NcclEngine:
         self._load = load or load_nccl
         self._copies = Copies(self._driver)
         self._graphs = Graphs(self._driver, lambda holder: self.registrations.let_go(holder))
-        self._repeat: _Made | None = None
+        self._repeat: Made | None = None
         self._mail: NcclMail | None = None
         self._token: Any = None
         #: What the last call did.
@@ -367,7 +321,7 @@ class NcclEngine:
             self._local.preload((call.code,))  # not behind a kernel that waits
             count = call.columns
             divide = partial(self._local.divide, target, count, call.code, divisor)
-        made = _Made(
+        made = Made(
             self, getattr(self._library, function), arguments, divide, transfer,
             self.registrations.version,
         )  # fmt: skip
@@ -398,12 +352,20 @@ class NcclEngine:
         arrays = [part.array for part in (letter.given, letter.taken) if part is not None]
         self.registrations.hold(self._graphs.holder_of_mail(capture), arrays)
 
-    def repeat(self) -> _Made | None:
+    def repeat(self) -> Made | None:
         """The collective that was enqueued last."""
         return self._repeat
 
     def leave(self) -> None:
-        """Wait a moment for the others: their kernels may still read what this rank gives back."""
+        """Wait for sends, which nobody waited for so far, and a moment for the other ranks.
+
+        Their kernels may still read what this rank gives back.
+        """
+        if self._mail is not None:
+            try:
+                self._mail.wait(self.health.wait)
+            except PeerTimeoutError as error:
+                _log.warning("%s; what was sent is lost", error)
         if self.health.failure is None and not self._graphs.alive():
             with suppress(Error):
                 self._group.all_gather(b"", tag="leave", timeout=LEAVING)

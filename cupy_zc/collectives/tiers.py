@@ -26,7 +26,7 @@ class Tier(Protocol):
     engine: Engine
 
     def enter(self, calls: Iterable[Call]) -> None:
-        """Eager calls are about to be enqueued, by all ranks of the tier."""
+        """Eager calls, or none, are about to be enqueued, by all ranks of the tier."""
         ...
 
     def register(self, registration: Registration) -> None:
@@ -160,8 +160,9 @@ class NcclTier:
         self._nccl = engine
         self._lanes = itertools.count(1)
 
-    def enter(self, calls: Iterable[Call]) -> None:
-        """Nothing: what calls touch is not registered with NCCL."""
+    def enter(self, calls: Iterable[Call]) -> None:  # noqa: ARG002
+        """Deregister what was let go of. What calls touch is not registered with NCCL."""
+        self._nccl.collect()
 
     def register(self, registration: Registration) -> None:
         """Register with NCCL."""
