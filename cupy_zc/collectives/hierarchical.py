@@ -269,11 +269,11 @@ class HierarchicalEngine:
         return self._engine.lane_bytes(lane) + own + rails
 
     def close_lane(self, lane: int) -> None:
-        """The graph of a lane is gone on this rank."""
-        mine = self._lanes[lane]
-        self._rail.close_lane(mine.rail)
-        self._whole.close_lane(mine.whole)
-        self._engine.close_lane(lane)
+        """The graph of a lane is gone on this rank; perhaps long after :meth:`close`."""
+        if mine := self._lanes.get(lane):
+            self._rail.close_lane(mine.rail)
+            self._whole.close_lane(mine.whole)
+            self._engine.close_lane(lane)
 
     # A call
 
