@@ -21,8 +21,8 @@ from cupy_zc.collectives.nccl import NcclEngine
 from cupy_zc.group import Topology, in_process
 
 __all__ = [
-    "PLACES", "SETUP", "careless", "engines_of", "eventually", "nccl", "opened", "short_setup",
-    "watchers", "within",
+    "PLACES", "SETUP", "careless", "engines_of", "eventually", "nccl", "opened", "play",
+    "short_setup", "watchers", "within",
 ]  # fmt: skip
 
 #: By name: backend, and the node of each rank.
@@ -37,7 +37,8 @@ PLACES = {
 SETUP = 0.5
 
 
-def _play(patch: pytest.MonkeyPatch, made: FakeNccl) -> None:
+def play(patch: pytest.MonkeyPatch, made: FakeNccl) -> None:
+    """Let engines use a double, and forget what they set in the environment."""
     for module in (engine, opening):
         patch.setattr(module, "load_nccl", lambda: made)
     for name in ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_GRAPH_REGISTER"):
@@ -49,7 +50,7 @@ def _play(patch: pytest.MonkeyPatch, made: FakeNccl) -> None:
 def nccl(device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     """With which no mistake is made, and whose communicators are all given back."""
     with fake_nccl(device, distinct_devices=False) as made:
-        _play(monkeypatch, made)
+        play(monkeypatch, made)
         yield made
 
 
@@ -57,7 +58,7 @@ def nccl(device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
 def careless(device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     """Whose mistakes and communicators a test looks at by itself."""
     made = FakeNccl(FakeWorld(device, deadline=30))
-    _play(monkeypatch, made)
+    play(monkeypatch, made)
     yield made
     made.world.stop()
 

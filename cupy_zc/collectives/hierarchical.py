@@ -11,7 +11,7 @@ A captured call is compared between nodes, too, by whoever records it (:mod:`.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +25,14 @@ from ..group import Across, vote
 from ..group.naming import numbered
 from ..memory.blocks import Segment
 from ..registration import Probe, Registration, Rule
-from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, Span, Step, World
+from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, World
 from .call import BARRIER, Call, Transfer, transfer_of
 from .device_copies import Extra
 from .engine import Engine, Place
 from .level import Level
 from .local import LocalWork, Rows
 from .parents import Parents
+from .parts import steps_of, view_of
 from .point_to_point import Letter
 from .schedule import Schedules
 from .tiers import Tier
@@ -257,7 +258,7 @@ class HierarchicalEngine:
         with self._across.step("fit a lane"):
             if plan.scratch and not mine.scratch:
                 self._make_scratch(lane)
-            steps = list(self._steps(plan, call, self._arrays(plan, call, mine, None)))
+            steps = list(steps_of(plan, call, self._arrays(plan, call, mine, None)))
             for step, part in steps:
                 if step.who == "node":
                     self._engine.fit_lane(lane, part, staging)
@@ -284,7 +285,7 @@ class HierarchicalEngine:
         return self._engine.lane_bytes(lane) + own + rails
 
     def close_lane(self, lane: int) -> None:
-        """The graph of a lane is gone on this rank."""
+        """The graph of a lane is gone on this rank; perhaps long after :meth:`close`."""
         mine = self._lanes[lane]
         mine.held = False
         self._rail.close_lane(mine.rail)
@@ -304,7 +305,7 @@ class HierarchicalEngine:
         places: dict[Place, None] = {}
         if work.clash:
             places[Place(-1, 0, work.clash, None)] = None
-        for step, part in self._steps(plan, work, self._arrays(plan, work, self._lanes[0], None)):
+        for step, part in steps_of(plan, work, self._arrays(plan, work, self._lanes[0], None)):
             engine = self._engine if step.who == "node" else self._rail.engine
             places.update(dict.fromkeys(place for place in engine.places(part) if place.reason))
         return tuple(places)
@@ -350,7 +351,7 @@ class HierarchicalEngine:
         if call.dtype.kind != "b":
             self._local.preload((call.code,))  # not behind a kernel that waits
         arrays = self._arrays(plan, call, mine, stream)
-        steps = dict(self._steps(plan, call, arrays))
+        steps = dict(steps_of(plan, call, arrays))
         if not lane:
             self._parents.add(call, sum(step.who == "node" for step in steps))
             self._rail.enter(part for step, part in steps.items() if step.who == "rail")
@@ -362,7 +363,7 @@ class HierarchicalEngine:
             elif isinstance(act, Copy):
                 self._sort(act, call, arrays, stream)
             elif isinstance(act, Divide):
-                array = _view(arrays, act.span, call)
+                array = view_of(arrays, act.span, call)
                 on = mine.side if act.side else stream
                 self._local.divide(array.data.ptr, array.size, call.code, act.by, on)
             else:
@@ -393,26 +394,5 @@ class HierarchicalEngine:
             arrays["input"] = copy
         return arrays
 
-    @staticmethod
-    def _steps(
-        plan: Schedule, call: Call, arrays: Mapping[str, Any]
-    ) -> Iterator[tuple[Step, Call]]:
-        """The collectives of a schedule."""
-        for act in plan.acts:
-            if isinstance(act, Step):
-                given = None if act.source is None else _view(arrays, act.source, call)
-                taken = None if act.target is None else _view(arrays, act.target, call)
-                yield act, call._replace(
-                    operation=act.operation, reduction=act.reduction, root=act.root,
-                    columns=act.columns, fortran=0, input=given, output=taken,
-                    in_place=act.in_place, clash="",
-                )  # fmt: skip
-
     def repeat(self) -> None:
         """None: the parts are made anew."""
-
-
-def _view(arrays: Mapping[str, Any], span: Span, call: Call) -> cupy.ndarray:
-    """Elements of a buffer as an array."""
-    at = arrays[span.buffer].data + span.start * call.dtype.itemsize
-    return cupy.ndarray((span.length,), call.dtype, at)

@@ -298,7 +298,9 @@ class NcclEngine:
         except BaseException as error:
             # The others are in this call; what was not recorded, or not sent to itself, is no loss.
             if not (lane or isinstance(error, MismatchError) or capturing(self._driver, stream)):
-                self.fail(error)
+                first = self.fail(error)
+                if first is not error:
+                    raise first from error
             raise
 
     def _collective(self, call: Call, stream: Any, lane: int) -> None:

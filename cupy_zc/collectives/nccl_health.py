@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from ..driver.api import Driver
-from ..errors import ClosedError, Error, PeerTimeoutError
+from ..errors import ClosedError, DriverError, Error, PeerTimeoutError
 from ..group.naming import name_ranks
 from ..group.waiting import WARN_AFTER
 from .nccl_library import Nccl, NotInTimeError, aside, in_time
@@ -130,6 +130,10 @@ class NcclHealth:
         try:
             self.refuse()
             yield
+        except DriverError as error:
+            if self.failure is not None:  # which is why it failed
+                raise self.failure from error
+            raise
         finally:
             self.inside = 0.0
 

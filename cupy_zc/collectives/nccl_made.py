@@ -47,7 +47,9 @@ class Made:
         try:
             self.enqueue(stream)
         except BaseException as error:
-            engine.fail(error)
+            first = engine.fail(error)
+            if first is not error:
+                raise first from error
             raise
         engine.health.made(stream)
         return True

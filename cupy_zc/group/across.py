@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from ..errors import Error
+from ..errors import AgreementError, Error, MismatchError
 from .agreement import vote
 from .bootstrap import Bootstrap
 from .naming import numbered
@@ -59,8 +59,8 @@ class Across:
 
         Raises:
             AgreementError: it failed on another node.
-            MismatchError: another node does something else, by name. In either case what this one
-                did stands, and is the caller's to undo.
+            MismatchError: another node does something else, by name, or its ranks do. In either
+                case what this one did stands, and is the caller's to undo.
         """
         try:
             with self.named():
@@ -69,4 +69,9 @@ class Across:
             with suppress(Error):  # what is wrong here goes on; this only lets the others know
                 vote(self, name, error, timeout=self._timeout)
             raise
-        vote(self, name, timeout=self._timeout)
+        try:
+            vote(self, name, timeout=self._timeout)
+        except AgreementError as error:
+            if f"failed on rank {error.rank}: {MismatchError.__name__}: " in str(error):
+                raise MismatchError(str(error)) from error
+            raise
