@@ -123,6 +123,28 @@ def test_a_rank_of_the_node_that_has_gone_is_found_long_before_the_timeout(
         assert "rank 1 gone; a call waits for it" in work.run(comms, body)[0]
 
 
+def test_a_graph_that_waits_for_a_rank_that_has_gone_ends_long_before_the_timeout(
+    device: EmulatedDriver, careless: FakeNccl
+) -> None:
+    with ranks(device, (0, 0), timeout=30) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(100, "f4"))
+            graph, stream = captured(comm, array)
+            with comm._driver.use_device(comm._device), stream:
+                comm.barrier()
+                if comm.rank:
+                    comm._node.part()
+                    return
+                graph.launch(stream)
+                with within(5), pytest.raises(PeerTimeoutError, match="a graph may wait"):
+                    comm.synchronize()
+                    comm.check()
+            del graph
+
+        work.run(comms, body)
+
+
 def test_an_error_in_the_background_is_raised_once_and_then_the_communicator_is_over(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
@@ -287,6 +309,7 @@ def test_a_communicator_is_not_aborted_under_a_call_that_ends_soon(
             time.sleep(nccl_health.COURTESY / 2)
             assert not engine._comm.aborted
         eventually(lambda: engine._comm.aborted)
+        assert engine.health._errors() == ""  # it is not asked any more
         time.sleep(0.05)
 
 

@@ -75,6 +75,7 @@ def test_what_calls_under_way_may_use_stays_registered_and_pinned(
             segment = array.data.mem.segment
             registration = comm.register(array)
             stream = comm._driver.current_stream()
+            assert call(comm, array) == "local"
             with stream.hold():
                 comm.all_reduce(array, array)
                 registration.deregister()
@@ -94,6 +95,35 @@ def test_what_calls_under_way_may_use_stays_registered_and_pinned(
             assert pool.total_bytes() == 0
 
         work.run(comms, body)
+
+
+def test_a_segment_is_pinned_while_it_is_deregistered(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl
+) -> None:
+    segments: dict[int, Any] = {}
+    pins: list[int] = []
+    real = nccl.deregister
+
+    def deregister(comm: Any, handle: int) -> None:
+        pins.append(segments[comm.registered[handle].address].pins)
+        real(comm, handle)
+
+    with ranks(device) as comms:
+
+        def body(comm: Communicator) -> None:
+            array, other = array_of(pool_of(comm)), array_of(pool_of(comm))
+            segments[span_of(array).address] = array.data.mem.segment
+            registration = comm.register(array)
+            assert call(comm, array) == "local"
+            registration.deregister()
+            comm.synchronize()
+            call(comm, other)
+            assert call(comm, array) == "none"  # made again, and another transfer than before
+
+        monkeypatch.setattr(nccl, "deregister", deregister)
+        work.run(comms, body)
+        monkeypatch.setattr(nccl, "deregister", real)
+    assert pins == [1, 1]
 
 
 @places
@@ -212,7 +242,7 @@ def no_deregistering(nccl: FakeNccl) -> Iterator[None]:
 
 
 def test_after_an_abort_nothing_is_deregistered_but_all_is_unpinned(
-    device: EmulatedDriver, nccl: FakeNccl
+    device: EmulatedDriver, nccl: FakeNccl, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ranks(device) as comms:
 
@@ -225,7 +255,9 @@ def test_after_an_abort_nothing_is_deregistered_but_all_is_unpinned(
             eventually(lambda: {each.state for each in nccl.world.made} == {"aborted"})
             first.deregister()
             engines_of(comm)[0].collect()
+            caplog.clear()
             comm.close()
+            assert "stays registered" not in caplog.text
             second.deregister()
             assert array.data.mem.segment.pins == other.data.mem.segment.pins == 0
 

@@ -175,6 +175,24 @@ def test_peers_that_close_after_the_last_call_are_no_failure(
         assert work.run(comms, body) == [2, 2]
 
 
+def test_a_call_that_a_peer_has_left_may_still_end(device: EmulatedDriver, nccl: FakeNccl) -> None:
+    with ranks(device, (0, 0), timeout=10) as comms:
+
+        def body(comm: Communicator) -> float:
+            array = filled(comm, np.ones(100, "f4"))
+            comm.barrier()
+            stream = comm._driver.current_stream()
+            stream.submit("a kernel", lambda: time.sleep(0.5 * nccl_health.SETTLE))
+            comm.all_reduce(array, array)
+            if comm.rank:
+                comm._node.part()
+            stream.synchronize()
+            comm.check()
+            return float(got(array)[0])
+
+        assert work.run(comms, body) == [2, 2]
+
+
 # The end
 
 
