@@ -15,7 +15,7 @@ from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl, FakeWorld, fake_nccl
 
 from cupy_zc import Communicator, config
-from cupy_zc.collectives import hierarchical, nccl_setup, opening
+from cupy_zc.collectives import hierarchical, nccl_health, nccl_setup, opening
 from cupy_zc.collectives import nccl as engine
 from cupy_zc.collectives.nccl import NcclEngine
 from cupy_zc.group import Topology, in_process
@@ -41,6 +41,8 @@ def play(patch: pytest.MonkeyPatch, made: FakeNccl) -> None:
     """Let engines use a double, and forget what they set in the environment."""
     for module in (engine, opening):
         patch.setattr(module, "load_nccl", lambda: made)
+    patch.setattr(nccl_health, "SETTLE", 0.5)
+    patch.setattr(engine, "LEAVING", 0.05)
     for name in ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_GRAPH_REGISTER"):
         patch.setenv(name, "")  # so that it is as before in the end, whoever sets it
         patch.delenv(name)
