@@ -37,9 +37,9 @@ class Made:
     def launch(self, stream: Any) -> bool:
         """Make it again, eager; see :class:`~.engine.Repeat`."""
         engine = self._engine
-        registrations = engine.registrations
+        health, registrations = engine.health, engine.registrations
         if (
-            engine.health.failure is not None
+            health.failure is not None
             or registrations.stale
             or registrations.version != self._version  # it may be another transfer by now
         ):
@@ -51,7 +51,7 @@ class Made:
             if first is not error:
                 raise first from error
             raise
-        engine.health.made(stream)
+        health.made(stream)
         return True
 
     def enqueue(self, stream: Any) -> None:

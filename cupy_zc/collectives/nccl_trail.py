@@ -1,28 +1,37 @@
-"""How far calls have come that run one after another: an event behind each, or each of some."""
+"""How far calls have come that run one after another: an event behind each, or behind a few."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..driver.api import Driver, Event
 
 __all__ = ["Trail"]
 
-#: Calls that are told apart. Of more that are under way, each event is behind several.
-MOST = 64
+#: Calls under way that are told apart. Of more, the last event is behind all the others.
+MOST = 256
 
 
-class _Mark(NamedTuple):
-    event: Event
-    #: When the call was made.
-    made: float
+class _Mark:
+    """An event behind a call, or behind several."""
+
+    __slots__ = ("event", "made")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        #: When the first of them was made.
+        self.made = 0.0
 
 
 class Trail:
-    """Calls of one queue, made by one thread at a time and looked at by any.
+    """Calls of one queue, made by one thread at a time and looked at by another one.
+
+    Without a lock, for a call must cost the host little more than its event, and drivers are not
+    called under one. One thread adds marks, the other takes those away that are over, but for the
+    newest: so that one may be recorded anew at any time. What they do to the ends of a deque is one
+    step each.
 
     Args:
         driver: Of the device.
@@ -30,47 +39,39 @@ class Trail:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._lock = threading.Lock()
         self._marks: deque[_Mark] = deque()
-        self._spare: list[Event] = []
+        self._spare: deque[_Mark] = deque()
         #: When a call was found to be over.
         self._over = 0.0
 
     def made(self, stream: Any) -> None:
         """A call was put at the end of a stream. On its device."""
-        with self._lock:
-            if len(self._marks) >= MOST:
-                self._make_room()
-            if self._spare:
-                event = self._spare.pop()
-                event.record(stream)
-            else:
-                event = self._driver.record_event(stream)
-            self._marks.append(_Mark(event, time.monotonic()))
-
-    def _make_room(self) -> None:
-        """Forget half of them: what is over, or every other one."""
-        marks = list(self._marks)
-        half = len(marks) // 2
-        if marks[half].event.done:
-            self._over = time.monotonic()
-            gone, kept = marks[: half + 1], marks[half + 1 :]
+        marks, spare = self._marks, self._spare
+        if len(marks) >= MOST:
+            marks[-1].event.record(stream)
+            return
+        if spare:
+            mark = spare.pop()
+            mark.event.record(stream)
         else:
-            gone, kept = marks[::2], marks[1::2]
-        self._marks = deque(kept)
-        self._spare += [mark.event for mark in gone]
+            mark = _Mark(self._driver.record_event(stream))
+        mark.made = time.monotonic()
+        marks.append(mark)
 
     def since(self) -> float | None:
-        """Since when the first call that is not over may run; None where all are over."""
-        with self._lock:
-            marks = self._marks
-            while marks and marks[0].event.done:
-                self._spare.append(marks.popleft().event)
-                self._over = time.monotonic()
-            return max(marks[0].made, self._over) if marks else None
+        """Since when the first call that is not over may run; None where all are over.
+
+        For one thread.
+        """
+        marks = self._marks
+        while len(marks) > 1 and marks[0].event.done:
+            self._over = time.monotonic()
+            self._spare.append(marks.popleft())
+        if not marks or marks[0].event.done:
+            return None
+        return max(marks[0].made, self._over)
 
     @property
     def idle(self) -> bool:
-        """Whether all calls are over."""
-        with self._lock:
-            return not self._marks or self._marks[-1].event.done
+        """Whether all calls are over. For who makes them."""
+        return not self._marks or self._marks[-1].event.done
