@@ -34,7 +34,7 @@ Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "broadca
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 #: The model takes kernels from before thresholds of two GPUs moved, which eight do not share.
-RUNS = Path(__file__).parent / "results" / "collectives-2xh200-first.jsonl"
+RUNS = Path(__file__).parent / "results" / "earlier" / "collectives-2xh200.jsonl"
 GPUS, NODES, SIZES = 8, tuple(1 << power for power in range(13)), (MiB, 64 * MiB, GiB)
 #: Sizes among which crossovers are looked for, and chunks among which `hierarchical` chooses.
 SWEEP = tuple(KiB << power for power in range(23))
