@@ -48,6 +48,6 @@ class Graphs:
         """Whether there are any. From any thread."""
         for capture in list(self._mail):
             token = self._mail.get(capture)  # of two threads, one takes it out
-            if token is not None and token.released and self._mail.pop(capture, None):
+            if token is not None and token.released and self._mail.pop(capture, None) is token:
                 self._let_go(token)
         return bool(self._lanes or self._mail)
