@@ -169,6 +169,41 @@ def test_an_error_in_the_background_is_raised_once_and_then_the_communicator_is_
         nccl.world.async_errors.clear()
 
 
+def test_a_rank_that_fails_lets_its_node_know(device: EmulatedDriver, careless: FakeNccl) -> None:
+    with ranks(device, (0, 0), timeout=30) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(100, "f4"))
+            comm.barrier()
+            if comm.rank == 0:
+                careless.world.async_errors[0] = "the network is down"
+                eventually(lambda: engines_of(comm)[0].health.failure)
+                return
+            with within(5), pytest.raises(PeerTimeoutError, match="rank 0 gone"):
+                comm.all_reduce(array, array)
+                comm.synchronize()
+
+        work.run(comms, body)
+
+
+def test_who_did_not_wait_is_told_once_by_the_next_call(
+    device: EmulatedDriver, careless: FakeNccl
+) -> None:
+    with ranks(device) as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(100, "f4"))
+            if comm.rank:
+                return
+            comm.all_reduce(array, array)
+            eventually(lambda: engines_of(comm)[0].health.failure)
+            with pytest.raises(PeerTimeoutError, match="not over after"):
+                comm.all_reduce(array, array)
+            is_over(comm, array)
+
+        work.run(comms, body)
+
+
 def test_a_device_that_is_lost_is_an_error_of_the_next_call(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:

@@ -156,6 +156,20 @@ def test_a_call_that_ends_while_it_is_looked_at_is_not_late(
         health.__class__ = kind
 
 
+def test_what_else_is_waited_for_may_take_longer_than_the_timeout(
+    device: EmulatedDriver, nccl: FakeNccl
+) -> None:
+    with ranks(device) as comms:
+
+        def body(comm: Communicator) -> None:
+            comm.barrier()
+            comm._driver.current_stream().submit("a kernel", lambda: time.sleep(2 * SHORT))
+            comm.synchronize()
+            comm.barrier()
+
+        work.run(comms, body)
+
+
 def test_peers_that_close_after_the_last_call_are_no_failure(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:

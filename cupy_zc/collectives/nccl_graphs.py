@@ -45,8 +45,9 @@ class Graphs:
         return self._mail[capture.id]
 
     def alive(self) -> bool:
-        """Whether there are any. From any thread, one at a time."""
+        """Whether there are any. From any thread."""
         for capture in list(self._mail):
-            if self._mail[capture].released:
-                self._let_go(self._mail.pop(capture))
+            token = self._mail.get(capture)  # of two threads, one takes it out
+            if token is not None and token.released and self._mail.pop(capture, None) is token:
+                self._let_go(token)
         return bool(self._lanes or self._mail)

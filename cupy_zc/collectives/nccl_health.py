@@ -170,9 +170,10 @@ class NcclHealth:
             What went wrong first.
         """
         with self._lock:
+            if told:  # before the failure is there: from then on others say that they told it
+                self._told = True
             if self.failure is None:
                 self.failure = error
-            self._told = self._told or told
             comms = [] if self._aborted else list(self._comms)
             self._aborted = self._aborted or bool(comms)
         for comm in comms:
