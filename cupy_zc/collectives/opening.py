@@ -195,18 +195,25 @@ def _made(
             stack.pop_all()
         return made
     except AgreementError as error:  # on all ranks
-        if (options.backend, options.engine) != ("auto", "device"):
+        if (options.backend, options.engine) != ("auto", "device") or not _has_nccl(bootstrap):
             raise
-        failure = error
-    try:
-        agreed_library(bootstrap, load_nccl)
-    except AgreementError as missing:
-        _log.warning("rank %d: NCCL could be used instead, but %s", bootstrap.rank, missing)
-        raise failure from failure.__cause__
+        reason = str(error)
+    # Here, where nothing of the first attempt is kept alive by its error.
     _log.warning(
-        "rank %d: GPUs are not reached directly, so NCCL is used: %s", bootstrap.rank, failure
+        "rank %d: GPUs are not reached directly, so NCCL is used: %s", bootstrap.rank, reason
     )
     return _made(kind, bootstrap, topology, dataclasses.replace(options, engine="nccl"))
+
+
+def _has_nccl(bootstrap: Bootstrap) -> bool:
+    """Whether all ranks have NCCL, of one version. Collective."""
+    try:
+        agreed_library(bootstrap, load_nccl)
+    except (AgreementError, MismatchError) as missing:
+        # Its text alone: a log that kept the error would keep what the first attempt had.
+        _log.warning("rank %d: NCCL could be used instead, but %s", bootstrap.rank, str(missing))
+        return False
+    return True
 
 
 def choose(options: Options, topology: Topology) -> str:
