@@ -13,6 +13,7 @@ import functools
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -164,6 +165,11 @@ class EmulatedDriver(HostDriver):
         self._check_device("cuDeviceGetAttribute", device)
         return self._multiprocessors
 
+    def wait_until_zero(self, stream: Any, address: int) -> None:
+        """In the order of the stream, for a minute at most."""
+        stream = self._streams.resolve("cuStreamWaitValue32", stream)
+        stream.submit("cuStreamWaitValue32", functools.partial(_wait_until_zero, address))
+
     # Streams
 
     def make_stream(self, *, non_blocking: bool = False) -> DeviceStream:
@@ -214,6 +220,13 @@ class EmulatedDriver(HostDriver):
             cause = "the stream is capturing"
             raise refused(call, Result.STREAM_CAPTURE_UNSUPPORTED, repr(stream), cause)
         stream.synchronize()
+
+
+def _wait_until_zero(address: int) -> None:
+    word, until = ctypes.c_uint32.from_address(address), time.monotonic() + 60
+    while word.value:
+        assert time.monotonic() < until, "nobody has opened a gate"
+        time.sleep(0.001)
 
 
 def _do(function: Callable[..., Any], *arguments: int) -> None:

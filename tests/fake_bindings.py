@@ -330,6 +330,11 @@ class FakeBindings:
     def cuStreamSynchronize(self, hStream: Any) -> tuple[Any, ...]:
         return (OK,)
 
+    def cuStreamWaitValue32(
+        self, stream: Any, addr: Any, value: int, flags: Any
+    ) -> tuple[Any, ...]:
+        return (OK,)
+
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
         before, self._mode = self._mode, mode
         return (OK, before)

@@ -170,6 +170,7 @@ OPERATIONS: dict[str, Callable[[CudaDriver, SimpleNamespace], Any]] = {
     "lease_graph": lambda driver, have: driver.lease_graph(0x123),
     "read": lambda driver, have: driver.read(have.base, 4),
     "write": lambda driver, have: driver.write(have.base, b"1234"),
+    "wait_until_zero": lambda driver, have: driver.wait_until_zero(FakeStream(0x70, 1), have.base),
 }
 
 

@@ -172,3 +172,36 @@ def test_reductions_that_nccl_has_not_are_refused_with_what_it_has(
         shorts = cupy.ndarray(8, "i2", array)
         with pytest.raises(InvalidValueError, match="it has no int16"):
             comms[0].all_reduce(shorts, shorts)
+
+
+@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_no_node_takes_a_sum_that_misses_a_rank_of_another_one(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, sizes: Sizes, late: int
+) -> None:
+    """A kernel that gave up ended, and what it had not written went to the other nodes."""
+    world = FakeWorld(device)
+    monkeypatch.setattr(engine, "load_nccl", lambda: FakeNccl(world))
+    options = {"driver": device, "backend": "hierarchical", "register": "manual", "timeout": 1}
+    with pretend((0, 0, 1, 1), sizes, **options) as comms:
+
+        def body(comm: Communicator) -> str:
+            array = filled(comm, np.ones(96, "f4"))
+            comm.all_reduce(array, array)
+            comm.synchronize()
+            assert (got(array) == 4).all()
+            if comm.rank == late:
+                return ""
+            with pytest.raises((PeerTimeoutError, ClosedError)) as raised:
+                comm.all_reduce(array, array)
+                comm.synchronize()
+            with pytest.raises(ClosedError):
+                comm.all_reduce(array, array)
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+        said = work.run(comms, body)
+        mate = late - 1
+        assert said[mate].startswith("PeerTimeoutError"), said
+        assert f"rank {late % 2} did not come" in said[mate]
+        assert all(text for rank, text in enumerate(said) if rank != late)
+    world.stop()

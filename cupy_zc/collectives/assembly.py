@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
+from ..driver.api import KernelDriver
 from ..group import Across, Bootstrap, Topology
 from .acts import World
 from .call import Call
 from .checks import Checker
 from .engine import Engine
+from .gate import Gate
 from .hierarchical import HierarchicalEngine
 from .level import Level
 from .local import local_work
@@ -151,6 +154,7 @@ class _Several:
         beside: bool = False,
         mail: bool = True,
         tried: bool = False,
+        gate: Gate | None = None,
     ) -> NcclEngine:
         """Ranks that NCCL connects; see :class:`NcclEngine`."""
         members = self.topology.node_ranks
@@ -160,7 +164,7 @@ class _Several:
 
         engine = NcclEngine(
             group, node.registry, checker, departed, self.abandon, self.options.wait, self.local,
-            sharp=sharp, beside=beside, mail=mail, tried=tried,
+            sharp=sharp, beside=beside, mail=mail, tried=tried, gate=gate,
         )  # fmt: skip
         self.stack.callback(engine.close)
         return engine
@@ -182,6 +186,7 @@ class _Several:
         rail_name = f" of rail {topology.local_rank}"
         rail: Tier
         whole: Tier
+        gate: Gate | None = None
         if self.options.driver.name == "host":
             engine = node.make_engine("host", self.abandon, asked, self.stack)
             rail = self.host_tier(rail_ranks, rail_name)
@@ -190,15 +195,17 @@ class _Several:
             engine = node.make_engine(
                 "device", self.abandon, asked, self.stack, spare=2 * RAIL_BLOCKS
             )
+            assert isinstance(self.options.driver, KernelDriver)
+            on_device: Any = engine
+            gate = Gate(on_device, self.options.driver)
+            connected = partial(self.connected, node, tried=True, gate=gate)
             checker = self.checker_of(rail_ranks, rail_name)
-            rail = NcclTier(
-                self.connected(
-                    node, rail_ranks, checker, sharp=True, beside=True, mail=False, tried=True
-                )
-            )
-            whole = NcclTier(self.connected(node, self.bootstrap, self.checker, tried=True))
+            rail = NcclTier(connected(rail_ranks, checker, sharp=True, beside=True, mail=False))
+            whole = NcclTier(connected(self.bootstrap, self.checker))
         across = self.across(rail_ranks, world.rail)
-        made = HierarchicalEngine(node, engine, rail, whole, across, world, self.local, parents)
+        made = HierarchicalEngine(
+            node, engine, rail, whole, across, world, self.local, parents, gate
+        )
         self.stack.callback(made.close)
         return Parts(node, made, across, made.part, (node_ranks, rail_ranks))
 

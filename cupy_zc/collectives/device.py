@@ -92,7 +92,8 @@ class DeviceEngine(WithinNode):
         self._device = registry.device
         self._timeout = timeout
         self._health = Health(checker.rank, timeout, departed, abandon)
-        self.is_well, self.close_lane = self._health.is_well, registry.lanes.drop
+        self.is_well, self.release = self._health.is_well, self._health.release
+        self.close_lane = registry.lanes.drop
         self._copies = Copies(driver)
         self._repeat: Repeat | None = None
         self._machine = machine_of(
@@ -177,6 +178,10 @@ class DeviceEngine(WithinNode):
     def _missing(self) -> list[int]:
         with self._driver.use_device(self._device), self._aside():
             return self._lanes[0].missing()
+
+    def word(self, lane: int) -> int:
+        """The address of 4 bytes, not 0 once a call of a lane has failed, until :meth:`release`."""
+        return ctypes.addressof(self._lanes[lane].record)
 
     def preload(self, code: int, reduction: int) -> None:
         """Load the kernels of an element type and a reduction."""

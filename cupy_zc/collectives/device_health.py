@@ -51,6 +51,8 @@ class Health:
         self._watched: list[tuple[Record, Describe | None]] = []
         #: The same records, for who asks in every call.
         self._records: list[Record] = []
+        #: What was in a record before it was cleared.
+        self._released: Error | None = None
 
     def watch(self, record: Record, describe: Describe | None) -> None:
         """Look at a record from now on; ``describe`` is as in :func:`failure_in_words`."""
@@ -62,7 +64,17 @@ class Health:
         for record in self._records:
             if record.code:
                 return False
-        return self._failure is None
+        return self._failure is None and self._released is None
+
+    def release(self) -> None:
+        """Clear the records, for which streams may wait. From any thread; what they said is kept.
+
+        Kernels do not look at them: calls of a lane that has failed go on to do nothing.
+        """
+        self._released = self._found("Communicator")
+        if self._released is not None:
+            for record in self._records:
+                record.code = 0
 
     def check(self, call: object) -> None:
         """Raise what went wrong in a call that ran; see :meth:`Engine.check`."""
@@ -141,6 +153,8 @@ class Health:
 
     def _found(self, call: object) -> Error | None:
         """What kernels have left."""
+        if self._released is not None:
+            return self._released
         for record, describe in self._watched:
             if record.code:
                 return failure_in_words(record, call, self._rank, self._timeout, describe)

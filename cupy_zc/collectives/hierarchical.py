@@ -29,6 +29,7 @@ from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, World
 from .call import BARRIER, Call, Transfer, transfer_of
 from .device_copies import Extra
 from .engine import Engine, Place
+from .gate import Gate
 from .level import Level
 from .local import LocalWork, Rows
 from .parents import Parents
@@ -67,6 +68,7 @@ class HierarchicalEngine:
         world: Where they are.
         local: Work on own memory.
         parents: Told of eager calls.
+        gate: Keeps data of failed steps on the node; None where those raise at once.
         sizes: Thresholds.
     """
 
@@ -82,6 +84,7 @@ class HierarchicalEngine:
         world: World,
         local: LocalWork,
         parents: Parents,
+        gate: Gate | None = None,
         sizes: Sizes | None = None,
     ) -> None:
         self.multicast_probe: Probe | None = engine.multicast_probe
@@ -99,6 +102,7 @@ class HierarchicalEngine:
         }
         self._driver: Driver = node.registry.driver
         self._parents = parents
+        self._gate = gate
         self._extra = Extra(self._driver)
         self._one_row = local.prepare(Rows(((0, 0),)))
         self._last: Transfer | None = None
@@ -341,6 +345,8 @@ class HierarchicalEngine:
         for who, engine in (
             ("node", self._engine), ("rail", self._rail.engine), ("node", self._engine),
         ):  # fmt: skip
+            if who == "rail" and self._gate is not None:
+                self._gate.enqueue(stream, 0)
             with self._named[who]():
                 engine.enqueue(BARRIER, stream)
 
@@ -371,6 +377,8 @@ class HierarchicalEngine:
                 engine, number = (
                     (self._engine, lane) if act.who == "node" else (self._rail.engine, mine.rail)
                 )
+                if act.who == "rail" and self._gate is not None:
+                    self._gate.enqueue(on, lane)
                 with self._named[act.who]():
                     engine.enqueue(steps[act], on, number)
 

@@ -26,6 +26,7 @@ from .call import BARRIER, Call, Transfer, transfer_of
 from .checks import Checker
 from .device_copies import Copies
 from .engine import Place
+from .gate import Gate
 from .local import LocalWork
 from .nccl_calls import nccl_call
 from .nccl_graphs import Graphs
@@ -68,6 +69,7 @@ class NcclEngine:
         beside: Whether another engine works on the GPU at the same time.
         mail: Whether there are point-to-point calls.
         tried: Whether multicast is tried on the node before this is connected.
+        gate: What calls may wait behind in their stream.
         load: Gives NCCL.
     """
 
@@ -88,6 +90,7 @@ class NcclEngine:
         beside: bool,
         mail: bool,
         tried: bool = False,
+        gate: Gate | None = None,
         load: Callable[[], Nccl] | None = None,
     ) -> None:
         assert isinstance(registry.driver, KernelDriver)
@@ -97,7 +100,7 @@ class NcclEngine:
         self._device = registry.device
         self._departed, self._abandon, self._timeout = departed, abandon, timeout
         self._local, self._sharp, self._beside, self._with_mail = local, sharp, beside, mail
-        self._tried = tried
+        self._tried, self._gate = tried, gate
         self._load = load or load_nccl
         self._copies = Copies(self._driver)
         self._graphs = Graphs(self._driver, lambda holder: self.registrations.let_go(holder))
@@ -130,7 +133,7 @@ class NcclEngine:
         limit = settings().setup_timeout  # the others wait no longer
         self.health = health = NcclHealth(
             self._checker.rank, library, self._driver, self._device, limit,
-            self._departed, self._abandon, self._graphs.alive,
+            self._departed, self._abandon, self._graphs.alive, self._gate,
         )  # fmt: skip
         health.watch(comms)
         self.registrations = NcclRegistrations(

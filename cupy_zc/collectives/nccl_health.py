@@ -28,6 +28,7 @@ from ..driver.api import Driver
 from ..errors import ClosedError, DriverError, Error, PeerTimeoutError
 from ..group.naming import name_ranks
 from ..group.waiting import WARN_AFTER
+from .gate import Gate
 from .nccl_library import Nccl, NotInTimeError, aside, in_time
 from .nccl_trail import Trail
 
@@ -61,6 +62,7 @@ class NcclHealth:
         departed: Gives the ranks that are known to have died or closed.
         abandon: Called when the ranks have lost each other, to let the peers know.
         replays: Whether graphs hold calls of the communicators.
+        gate: What calls may wait behind in their stream.
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class NcclHealth:
         departed: Callable[[], Collection[int]],
         abandon: Callable[[], None],
         replays: Callable[[], bool],
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate
+        self._failed_at = 0.0
         self._rank = rank
         self._library = library
         self._driver = driver
@@ -173,7 +178,7 @@ class NcclHealth:
             if told:  # before the failure is there: from then on others say that they told it
                 self._told = True
             if self.failure is None:
-                self.failure = error
+                self.failure, self._failed_at = error, time.monotonic()
             comms = [] if self._aborted else list(self._comms)
             self._aborted = self._aborted or bool(comms)
         for comm in comms:
@@ -204,6 +209,12 @@ class NcclHealth:
     def look(self) -> None:
         """Look once; what is wrong makes the communicator fail."""
         if self.failure is not None:
+            if self._gate is not None and time.monotonic() - self._failed_at > 2 * COURTESY:
+                self._gate.open()
+            return
+        if self._gate is not None and self._gate.is_shut:
+            words = self._says("a step of the node failed, so nothing goes to other nodes")
+            self.fail(Error(words), told=False)
             return
         words = self._errors()
         if words:

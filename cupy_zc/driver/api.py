@@ -379,6 +379,10 @@ class KernelDriver(Driver, Protocol):
         """Zeroed memory of the host, at ``ptr``, that kernels reach at the same address."""
         ...
 
+    def wait_until_zero(self, stream: Any, address: int) -> None:
+        """Let later work of a stream wait until a word of 4 bytes is 0; it can be captured."""
+        ...
+
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copy device memory, in the order of a stream."""
         ...

@@ -355,6 +355,11 @@ class CudaDriver:
         ctypes.memset(memory.ptr, 0, size)
         return memory
 
+    def wait_until_zero(self, stream: Any, address: int) -> None:
+        """Let later work of a stream wait until a word of 4 bytes is 0. It keeps no kernel busy."""
+        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        call("cuStreamWaitValue32", stream.ptr, address, 0, equal, detail=f"address={address:#x}")
+
     def plain_memory(self, size: int) -> cupy.cuda.Memory:
         """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
         with runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
