@@ -232,7 +232,8 @@ def test_a_communicator_that_cannot_be_made_is_an_error(
 def test_a_null_window_is_none(bindings: FakeNcclBindings, nccl: Nccl, null: object) -> None:
     bindings.results["comm_window_register"] = null
     assert nccl.register_window(5, 64, 4096) is None
-    assert bindings.calls == [("comm_window_register", (5, 64, 4096, 1))]  # symmetric
+    no_promise = 0  # of equal offsets on all ranks
+    assert bindings.calls == [("comm_window_register", (5, 64, 4096, no_promise))]
 
 
 @pytest.mark.parametrize("window", [0x70, SimpleNamespace(handle=0x70)], ids=str)

@@ -34,8 +34,9 @@ __all__ = [
 OLDEST = 22800
 #: The first one whose windows can be trusted in graphs; before, results could be wrong in silence.
 WINDOWS_FROM = 23007
-#: ``NCCL_WIN_COLL_SYMMETRIC``: the ranks register equal sizes, and use equal offsets.
-_SYMMETRIC = 1
+#: ``NCCL_WIN_DEFAULT``. Not ``NCCL_WIN_COLL_SYMMETRIC``, which promises that all ranks pass equal
+#: offsets in every call: a program may pass any array of a segment.
+_WINDOW = 0
 _ID_BYTES = 128
 _INT8, _SUCCESS, _IN_PROGRESS = 0, 0, 7
 
@@ -207,7 +208,7 @@ class _Bindings:
         return f"{words} (ncclResult_t {code})"
 
     def register_window(self, comm: Any, address: int, size: int) -> Any:
-        window = self._window(comm, address, size, _SYMMETRIC)
+        window = self._window(comm, address, size, _WINDOW)
         return window if getattr(window, "handle", window) else None
 
 
