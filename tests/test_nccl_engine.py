@@ -21,6 +21,7 @@ from cupy_zc import (
     AgreementError,
     ClosedError,
     Communicator,
+    DriverError,
     Error,
     InvalidValueError,
     PeerTimeoutError,
@@ -205,3 +206,30 @@ def test_no_node_takes_a_sum_that_misses_a_rank_of_another_one(
         assert f"rank {late % 2} did not come" in said[mate]
         assert all(text for rank, text in enumerate(said) if rank != late)
     world.stop()
+
+
+def test_without_streams_that_wait_for_a_word_there_is_a_warning_and_no_gate(
+    device: EmulatedDriver,
+    nccl: FakeNccl,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[bool] = []
+
+    def refuse(stream: Any, address: int) -> None:
+        asked.append(device.capture_info(stream) is not None)
+        if asked[-1]:
+            raise DriverError("cuStreamWaitValue32", "CUDA_ERROR_NOT_SUPPORTED", 801)
+
+    monkeypatch.setattr(device, "wait_until_zero", refuse)
+    with pretend((0, 1), driver=device, backend="hierarchical") as comms:
+
+        def body(comm: Communicator) -> float:
+            array = filled(comm, np.ones(5, "f4"))
+            comm.all_reduce(array, array)
+            comm.synchronize()
+            return float(got(array)[0])
+
+        assert work.run(comms, body) == [2.0, 2.0]
+    assert sorted(asked) == [False, False, True, True]  # tried, and not used
+    assert "cannot let a stream wait: cuStreamWaitValue32" in caplog.text

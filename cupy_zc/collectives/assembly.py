@@ -14,7 +14,7 @@ from .acts import World
 from .call import Call
 from .checks import Checker
 from .engine import Engine
-from .gate import Gate
+from .gate import Gate, gate_of
 from .hierarchical import HierarchicalEngine
 from .level import Level
 from .local import local_work
@@ -197,7 +197,7 @@ class _Several:
             )
             assert isinstance(self.options.driver, KernelDriver)
             on_device: Any = engine
-            gate = Gate(on_device, self.options.driver)
+            gate = gate_of(on_device, self.options.driver)
             connected = partial(self.connected, node, tried=True, gate=gate)
             checker = self.checker_of(rail_ranks, rail_name)
             rail = NcclTier(connected(rail_ranks, checker, sharp=True, beside=True, mail=False))

@@ -9,11 +9,14 @@ their timeout.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 from ..driver.api import KernelDriver
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "gate_of"]
+
+_log = logging.getLogger("cupy_zc")
 
 
 class _Node(Protocol):
@@ -48,3 +51,30 @@ class Gate:
     def open(self) -> None:
         """Let streams go on: NCCL is aborted. From any thread; again is no matter."""
         self._engine.release()
+
+
+def gate_of(engine: _Node, driver: KernelDriver) -> Gate | None:
+    """The gate of a rank, tried out on a stream and in a graph. Local; on its device.
+
+    Returns:
+        None where the driver cannot let a stream wait for a word, which is logged.
+    """
+    gate = Gate(engine, driver)
+    stream = driver.make_stream(non_blocking=True)
+    try:
+        gate.enqueue(stream, 0)
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            gate.enqueue(stream, 0)
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    except Exception as error:  # noqa: BLE001 - whatever it is, calls can do without
+        _log.warning(
+            "a step of the node that fails is passed on to other nodes, where it may be taken for "
+            "good before they learn of it: this driver cannot let a stream wait: %s", str(error)
+        )  # fmt: skip
+        return None
+    return gate
