@@ -13,16 +13,18 @@ import group_workers as workers
 import pytest
 from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl, FakeWorld, fake_nccl
+from several_nodes import pretend
 
 from cupy_zc import Communicator, config
 from cupy_zc.collectives import hierarchical, nccl_health, nccl_setup, opening
 from cupy_zc.collectives import nccl as engine
+from cupy_zc.collectives.acts import Sizes
 from cupy_zc.collectives.nccl import NcclEngine
 from cupy_zc.group import Topology, in_process
 
 __all__ = [
-    "PLACES", "SETUP", "careless", "engines_of", "eventually", "nccl", "opened", "play",
-    "short_setup", "watchers", "within",
+    "PLACES", "SETUP", "SHORT", "careless", "engines_of", "eventually", "nccl", "opened", "places",
+    "play", "ranks", "short_setup", "watchers", "within",
 ]  # fmt: skip
 
 #: By name: backend, and the node of each rank.
@@ -35,6 +37,21 @@ PLACES = {
 }
 #: Seconds of the set-up where a test makes it short.
 SETUP = 0.5
+#: Seconds that a call may take where a test waits for that.
+SHORT = 1.0
+
+places = pytest.mark.parametrize(
+    ("backend", "node_of"), PLACES.values(), ids=[name.replace(" ", "-") for name in PLACES]
+)
+
+
+def ranks(
+    device: EmulatedDriver, node_of: tuple[int, ...] = (0, 1), backend: str = "nccl",
+    sizes: Sizes | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Communicators in threads; nothing is registered that a test does not register."""
+    options = {"register": "manual", "timeout": 10, **options}
+    return pretend(node_of, sizes, driver=device, backend=backend, **options)
 
 
 def play(patch: pytest.MonkeyPatch, made: FakeNccl) -> None:

@@ -14,8 +14,8 @@ from device_ranks import device
 from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl
 from graph_workers import array_of, captured, pool_of
-from nccl_engines import PLACES, careless, engines_of, eventually, nccl, watchers, within
-from several_nodes import LARGE, SMALL, pretend
+from nccl_engines import careless, engines_of, eventually, nccl, places, ranks, watchers, within
+from several_nodes import LARGE, SMALL
 
 from cupy_zc import (
     AgreementError,
@@ -30,19 +30,6 @@ from cupy_zc.collectives.acts import Sizes
 __all__ = ["careless", "device", "nccl"]  # fixtures
 
 pytestmark = pytest.mark.timeout(60)
-
-places = pytest.mark.parametrize(
-    ("backend", "node_of"), PLACES.values(), ids=[name.replace(" ", "-") for name in PLACES]
-)
-
-
-def ranks(
-    device: EmulatedDriver, node_of: tuple[int, ...] = (0, 1), backend: str = "nccl",
-    sizes: Sizes | None = None, **options: Any,
-) -> Any:  # fmt: skip
-    options.setdefault("timeout", 10)
-    options.setdefault("register", "manual")
-    return pretend(node_of, sizes, driver=device, backend=backend, **options)
 
 
 def meet(comm: Communicator) -> None:

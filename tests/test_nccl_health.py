@@ -17,15 +17,16 @@ from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl
 from graph_workers import captured
 from nccl_engines import (
-    PLACES,
+    SHORT,
     careless,
     engines_of,
     eventually,
     nccl,
     opened,
+    places,
+    ranks,
     within,
 )
-from several_nodes import pretend
 
 from cupy_zc import ClosedError, Communicator, DriverError, PeerTimeoutError
 from cupy_zc.collectives import nccl_health
@@ -33,21 +34,6 @@ from cupy_zc.collectives import nccl_health
 __all__ = ["careless", "device", "nccl"]  # fixtures
 
 pytestmark = pytest.mark.timeout(60)
-
-#: Seconds that a call may take in most tests.
-SHORT = 0.6
-
-places = pytest.mark.parametrize(
-    ("backend", "node_of"), PLACES.values(), ids=[name.replace(" ", "-") for name in PLACES]
-)
-
-
-def ranks(
-    device: EmulatedDriver, node_of: tuple[int, ...] = (0, 1), backend: str = "nccl",
-    **options: Any,
-) -> Any:  # fmt: skip
-    options.setdefault("timeout", SHORT)
-    return pretend(node_of, driver=device, backend=backend, register="manual", **options)
 
 
 def is_over(comm: Communicator, array: Any) -> None:
@@ -189,7 +175,7 @@ def test_a_rank_that_fails_lets_its_node_know(device: EmulatedDriver, careless: 
 def test_who_did_not_wait_is_told_once_by_the_next_call(
     device: EmulatedDriver, careless: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.ones(100, "f4"))
@@ -219,7 +205,7 @@ def test_a_device_that_is_lost_is_an_error_of_the_next_call(
 def test_a_replay_whose_ranks_do_not_all_come_ends_in_time(
     device: EmulatedDriver, careless: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.ones(100, "f4"))
@@ -239,7 +225,7 @@ def test_a_replay_whose_ranks_do_not_all_come_ends_in_time(
 def test_a_replay_of_messages_that_nobody_answers_ends_in_time(
     device: EmulatedDriver, careless: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.ones(100, "f4"))
@@ -261,7 +247,7 @@ def test_a_replay_of_messages_that_nobody_answers_ends_in_time(
 def test_a_replay_is_still_awaited_when_another_thread_has_waited(
     device: EmulatedDriver, careless: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.ones(100, "f4"))
@@ -286,7 +272,7 @@ def test_a_replay_is_still_awaited_when_another_thread_has_waited(
 def test_a_call_that_hangs_in_nccl_is_ended_there(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, careless: FakeNccl, function: str
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
         ended: list[bool] = []
 
         def hang(*arguments: Any) -> None:
@@ -320,7 +306,7 @@ def test_who_is_about_to_call_nccl_when_it_is_aborted_does_not(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
     """The double puts down a mistake where a communicator is used that was aborted."""
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
         (engine,) = engines_of(comms[0])
         engine.health.failure = failure = PeerTimeoutError("rank 0: too late", ())
         before = len(nccl.world.calls)
@@ -337,7 +323,7 @@ def test_who_is_about_to_call_nccl_when_it_is_aborted_does_not(
 def test_a_communicator_is_not_aborted_under_a_call_that_ends_soon(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
         (engine,) = engines_of(comms[0])
         with engine.health.calling():
             engine.fail(PeerTimeoutError("rank 0: too late", ()))

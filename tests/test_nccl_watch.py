@@ -19,16 +19,16 @@ from emulated_driver import EmulatedDriver
 from fake_nccl import FakeNccl
 from graph_workers import captured
 from nccl_engines import (
-    PLACES,
+    SHORT,
     careless,
     engines_of,
     eventually,
     nccl,
     opened,
+    ranks,
     watchers,
     within,
 )
-from several_nodes import pretend
 
 from cupy_zc import Communicator
 from cupy_zc.collectives import nccl_health
@@ -37,21 +37,6 @@ __all__ = ["careless", "device", "nccl"]  # fixtures
 
 pytestmark = pytest.mark.timeout(60)
 
-#: Seconds that a call may take in most tests.
-SHORT = 0.6
-
-places = pytest.mark.parametrize(
-    ("backend", "node_of"), PLACES.values(), ids=[name.replace(" ", "-") for name in PLACES]
-)
-
-
-def ranks(
-    device: EmulatedDriver, node_of: tuple[int, ...] = (0, 1), backend: str = "nccl",
-    **options: Any,
-) -> Any:  # fmt: skip
-    options.setdefault("timeout", SHORT)
-    return pretend(node_of, driver=device, backend=backend, register="manual", **options)
-
 
 # What only looks as if it went wrong
 
@@ -59,13 +44,13 @@ def ranks(
 def test_many_calls_under_way_may_take_longer_than_the_timeout_together(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.zeros(100, "f4"))
             stream = comm._driver.current_stream()
             began = time.monotonic()
-            for _ in range(20):
+            for _ in range(35):
                 stream.submit("a kernel", lambda: time.sleep(0.1))
                 comm.all_reduce(array, array)
             comm.synchronize()
@@ -76,7 +61,7 @@ def test_many_calls_under_way_may_take_longer_than_the_timeout_together(
 
 
 def test_a_communicator_may_idle_and_then_be_used(device: EmulatedDriver, nccl: FakeNccl) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.ones(100, "f4"))
@@ -98,7 +83,7 @@ def test_a_look_at_any_moment_of_a_call_after_an_idle_time_finds_nothing(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl
 ) -> None:
     monkeypatch.setattr(nccl_health, "LOOK", 1000.0)  # only this thread looks
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
         health = engines_of(comms[0])[0].health
         stream = device.make_stream(non_blocking=True)
         event_type = type(device.record_event(stream))
@@ -133,7 +118,7 @@ def test_a_look_at_any_moment_of_a_call_after_an_idle_time_finds_nothing(
 def test_a_call_that_ends_while_it_is_looked_at_is_not_late(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
         health = engines_of(comms[0])[0].health
         kind = type(health)
         turns: list[float] = []
@@ -159,7 +144,7 @@ def test_a_call_that_ends_while_it_is_looked_at_is_not_late(
 def test_what_else_is_waited_for_may_take_longer_than_the_timeout(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
-    with ranks(device) as comms:
+    with ranks(device, timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> None:
             comm.barrier()
@@ -173,7 +158,7 @@ def test_what_else_is_waited_for_may_take_longer_than_the_timeout(
 def test_peers_that_close_after_the_last_call_are_no_failure(
     device: EmulatedDriver, nccl: FakeNccl
 ) -> None:
-    with ranks(device, (0, 0)) as comms:
+    with ranks(device, (0, 0), timeout=SHORT) as comms:
 
         def body(comm: Communicator) -> float:
             array = filled(comm, np.ones(100, "f4"))

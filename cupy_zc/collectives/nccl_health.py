@@ -267,10 +267,11 @@ class NcclHealth:
 
         Raises:
             PeerTimeoutError: replays of graphs did not end within the timeout.
-            Error: a call failed.
+            Error: a call failed, and nobody was told yet.
         """
         began = time.monotonic()
         pause, warned = 0.0, False
+        told = self._told  # then it is about to be closed
         with self.waiting():
             while not point.done:
                 waited = time.monotonic() - began
@@ -279,6 +280,8 @@ class NcclHealth:
                     pause = min(LONGEST_PAUSE, pause + PAUSE)
                 if self.failure is not None:
                     self._wait_for_the_end(point)
+                    if told:
+                        return
                     self._tell()
                 if waited > WARN_AFTER and not warned:
                     warned = True
