@@ -24,6 +24,7 @@ from cupy_zc import (
     DriverError,
     Error,
     InvalidValueError,
+    MismatchError,
     PeerTimeoutError,
 )
 from cupy_zc.collectives import device as device_engine
@@ -233,3 +234,20 @@ def test_without_streams_that_wait_for_a_word_there_is_a_warning_and_no_gate(
         assert work.run(comms, body) == [2.0, 2.0]
     assert sorted(asked) == [False, False, True, True]  # tried, and not used
     assert "cannot let a stream wait: cuStreamWaitValue32" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hierarchical"])
+def test_a_message_to_itself_that_does_not_fit_ends_nothing(
+    device: EmulatedDriver, nccl: FakeNccl, backend: str
+) -> None:
+    with pretend((0, 1), driver=device, backend=backend, register="manual") as comms:
+
+        def body(comm: Communicator) -> None:
+            array = filled(comm, np.ones(5, "f4"))
+            with pytest.raises(MismatchError, match="has sent nothing"):
+                comm.recv(array, comm.rank)
+            comm.all_reduce(array, array)
+            comm.barrier()
+            assert (got(array) == 2).all()
+
+        work.run(comms, body)

@@ -327,7 +327,8 @@ class HierarchicalEngine:
             else:
                 self._enqueue(plan, work, stream, lane)
         except BaseException as error:
-            if not lane:  # other nodes are in this call
+            # Other nodes are in this call. Of a message all ranks' engine knows whether it matters.
+            if not (lane or isinstance(work, Letter)):
                 self.fail(error)
             raise
 
@@ -354,8 +355,7 @@ class HierarchicalEngine:
         mine = self._lanes[lane]
         reasons = [place.reason for place in self.places(call) if place.reason]
         self._last = transfer_of(call, self.name, self._world.size, reasons, staged=bool(reasons))
-        if call.dtype.kind != "b":
-            self._local.preload((call.code,))  # not behind a kernel that waits
+        self._local.preload((call.code,))  # not behind a kernel that waits
         arrays = self._arrays(plan, call, mine, stream)
         steps = dict(steps_of(plan, call, arrays))
         if not lane:

@@ -70,7 +70,6 @@ class NcclEngine:
         mail: Whether there are point-to-point calls.
         tried: Whether multicast is tried on the node before this is connected.
         gate: What calls may wait behind in their stream.
-        load: Gives NCCL.
     """
 
     name = "nccl"
@@ -91,7 +90,6 @@ class NcclEngine:
         mail: bool,
         tried: bool = False,
         gate: Gate | None = None,
-        load: Callable[[], Nccl] | None = None,
     ) -> None:
         assert isinstance(registry.driver, KernelDriver)
         self.size = checker.size
@@ -101,7 +99,7 @@ class NcclEngine:
         self._departed, self._abandon, self._timeout = departed, abandon, timeout
         self._local, self._sharp, self._beside, self._with_mail = local, sharp, beside, mail
         self._tried, self._gate = tried, gate
-        self._load = load or load_nccl
+        self._load: Callable[[], Nccl] = load_nccl
         self._copies = Copies(self._driver)
         self._graphs = Graphs(self._driver, lambda holder: self.registrations.let_go(holder))
         self._repeat: Made | None = None
