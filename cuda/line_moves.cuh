@@ -62,6 +62,9 @@ class Move {
                 return;
             }
         }
+        if (FROM_ALL && TO_ALL) {
+            let_next_kernel_start();
+        }
     }
 
    private:

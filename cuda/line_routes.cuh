@@ -55,7 +55,8 @@ class Route {
         bool heard = true;
         for (u32 peer = threadIdx.x / 8; peer < args_.size; peer += blockDim.x / 8) {
             if (holds(peers, peer)) {
-                heard = lines.await(peer, line) && heard;
+                Pack nothing;
+                heard = lines.take(peer, line, nothing) && heard;
             }
         }
         return __syncthreads_and(heard) != 0;

@@ -1,14 +1,14 @@
 // Lines of 128 bytes between ranks: 120 of data and a flag of 8, stored and loaded by eight lanes.
 //
 // Contract
-//   lines     one writer each: the peer whose place it is. Eight lanes store a line in one access;
-//             the flag, 40 bits of the epoch and 24 of the fingerprint, is in the last 8 bytes.
-//             What is asked of the link, and tested at set-up: no part of a line arrives after its
-//             flag. No other order is needed, and none is given: accesses are relaxed
-//   waits     the last of the eight lanes polls the flag alone, looks at the clock, and passes its
-//             verdict on: the eight take the same turn of the loop always. Only then do they load
-//             the line. Nothing promises that the loads of eight lanes are served at one instant:
-//             one served before that of the flag may have data from before the line arrived
+//   lines     one writer each: the peer whose place it is. Eight lanes store a line in one access,
+//             and load it in one; the flag, 40 bits of the epoch and 24 of the fingerprint, is in the
+//             last 8 bytes. What is asked of link and memory, and tested at set-up: what one access
+//             loads is no older than the flag it loads. No other order is needed, and none is
+//             given: accesses are relaxed
+//   waits     eight lanes poll a line as a whole. The last of them finds the flag, looks at the
+//             clock, and passes its verdict on: they take the same turn of the loop always, and have
+//             the data with the turn that finds the flag
 //   groups    threads that share a line call together. The four groups of a warp may be at
 //             different places: the masks of ptx.cuh name the lanes of one group each
 //   reuse     double by the parity of the epoch, safe as in negotiate.cuh as long as a call takes
@@ -64,20 +64,16 @@ class Lines {
     }
 
     // Waits for a line of a peer; the same answer on all eight lanes.
-    __device__ __forceinline__ bool await(u32 peer, u64 line) const {
-        const u64* const flag = place(args_.rank, peer, line) + FLAG;
+    __device__ __forceinline__ bool take(u32 peer, u64 line, Pack& pack) const {
+        const u64* const from = place(args_.rank, peer, line);
         Watch watch;
         Verdict verdict;
+        meet_mates();
         do {
-            const bool missing = last() && load_relaxed(flag) != flag_;
-            verdict = judge(missing ? peer : args_.size, watch);
+            pack = load_line(from);
+            verdict = judge(is_old(pack) ? peer : args_.size, watch);
         } while (verdict == AGAIN);
         return verdict == COMPLETE;
-    }
-    __device__ __forceinline__ bool take(u32 peer, u64 line, Pack& pack) const {
-        const bool there = await(peer, line);
-        pack = load_line(place(args_.rank, peer, line));
-        return there;
     }
 
     // BATCH lines of one peer, `stride` apart: what takes long is under way for all of them.
@@ -93,14 +89,19 @@ class Lines {
                                                Pack (&packs)[BATCH]) const {
         Watch watch;
         Verdict verdict;
+        meet_mates();
         do {
-            const bool missing = last() && any_missing(peer, line, stride);
-            verdict = judge(missing ? peer : args_.size, watch);
-        } while (verdict == AGAIN);
+            bool old = false;
 #pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            packs[i] = load_line(place(args_.rank, peer, line + i * stride));
-        }
+            for (u32 i = 0; i < BATCH; ++i) {
+                packs[i] = load_line(place(args_.rank, peer, line + i * stride));
+            }
+#pragma unroll
+            for (u32 i = 0; i < BATCH; ++i) {
+                old = old || is_old(packs[i]);
+            }
+            verdict = judge(old ? peer : args_.size, watch);
+        } while (verdict == AGAIN);
         return verdict == COMPLETE;
     }
 
@@ -109,59 +110,37 @@ class Lines {
     __device__ __forceinline__ bool collect(u32 peers, u64 line, Pack (&packs)[MAX_RANKS]) const {
         Watch watch;
         Verdict verdict;
+        meet_mates();
         do {
-            verdict = judge(last() ? one_missing(peers, line) : args_.size, watch);
-        } while (verdict == AGAIN);
 #pragma unroll
-        for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
-            if (holds(peers, rank)) {
-                packs[rank] = load_line(place(args_.rank, rank, line));
+            for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
+                if (holds(peers, rank)) {
+                    packs[rank] = load_line(place(args_.rank, rank, line));
+                }
             }
-        }
+            u32 missing = args_.size;
+#pragma unroll
+            for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
+                missing = holds(peers, rank) && is_old(packs[rank]) ? rank : missing;
+            }
+            verdict = judge(missing, watch);
+        } while (verdict == AGAIN);
         return verdict == COMPLETE;
     }
 
    private:
     enum Verdict : u32 { AGAIN, COMPLETE, FAILURE };
-    static constexpr u64 FLAG = LINE_BYTES / 8 - 1;  // the last word of a line
 
     static __device__ __forceinline__ bool last() { return line_lane() == 7; }
+
+    // What the last lane loaded has the flag; the others cannot say.
+    __device__ __forceinline__ bool is_old(const Pack& pack) const {
+        return last() && pack.high != flag_;
+    }
 
     __device__ __forceinline__ void store(u32 peer, u64 line, const Pack& pack) const {
         const Pack flagged = {pack.low, last() ? flag_ : pack.high};
         store_line(place(peer, args_.rank, line), flagged);
-    }
-
-    // A rank whose line is not there yet; the size for none.
-    __device__ __forceinline__ u32 one_missing(u32 peers, u64 line) const {
-        u64 flags[MAX_RANKS];
-#pragma unroll
-        for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
-            flags[rank] = flag_;
-            if (holds(peers, rank)) {
-                flags[rank] = load_relaxed(place(args_.rank, rank, line) + FLAG);
-            }
-        }
-        u32 found = args_.size;
-#pragma unroll
-        for (u32 rank = 0; rank < MAX_RANKS; ++rank) {
-            found = flags[rank] != flag_ ? rank : found;
-        }
-        return found;
-    }
-
-    __device__ __forceinline__ bool any_missing(u32 peer, u32 line, u32 stride) const {
-        u64 flags[BATCH];
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            flags[i] = load_relaxed(place(args_.rank, peer, line + i * stride) + FLAG);
-        }
-        bool missing = false;
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            missing = missing || flags[i] != flag_;
-        }
-        return missing;
     }
 
     // Lines of a lane have numbers of 32 bits, which take fewer instructions; and those count.

@@ -31,7 +31,8 @@ static __device__ __forceinline__ u32 by_batches(const Args& args, u64 full, con
 
 template <class R>
 static __device__ __forceinline__ void one_step(const Args& args, const ElementRows<R>& rows,
-                                                const Lines& lines, u64 epoch, const Pack& first) {
+                                                const Lines& lines, const Pack& first,
+                                                const Beginning& beginning, u64 epoch) {
     const u32 groups = static_cast<u32>(line_groups()), group = static_cast<u32>(line_group());
     const u32 count = static_cast<u32>(rows.lines());
     u32 line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
@@ -46,7 +47,7 @@ static __device__ __forceinline__ void one_step(const Args& args, const ElementR
     for (; line < count; line += groups) {
         lines.send(line, line == group ? first : rows.load(0, line));
     }
-    announce<false>(args, epoch, args.output_location);
+    follow_up(args, beginning, epoch);
     bool there = true;
     line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
         Pack packs[BATCH];
@@ -70,11 +71,13 @@ static __device__ __forceinline__ void one_step(const Args& args, const ElementR
             rows.store(0, line, pack);
         }
     }
+    let_next_kernel_start();
 }
 
 template <class R>
 static __device__ __forceinline__ void two_steps(const Args& args, const ElementRows<R>& rows,
-                                                 const Lines& lines, u64 epoch) {
+                                                 const Lines& lines, const Beginning& beginning,
+                                                 u64 epoch) {
     // Lines of a buffer have numbers of 32 bits, which are quicker to divide.
     const u32 group = static_cast<u32>(line_group()), groups = static_cast<u32>(line_groups());
     const u32 count = static_cast<u32>(rows.lines());
@@ -85,7 +88,7 @@ static __device__ __forceinline__ void two_steps(const Args& args, const Element
             lines.send_to(owner, line % slice, rows.load(0, line));
         }
     }
-    announce<false>(args, epoch, args.output_location);
+    follow_up(args, beginning, epoch);
     for (u32 line = group; line < slice; line += groups) {
         Pack pack = rows.load(0, mine + line);
         if (!reduce<R>(args, lines, line, pack)) {
@@ -104,6 +107,7 @@ static __device__ __forceinline__ void two_steps(const Args& args, const Element
             rows.store(0, line, pack);
         }
     }
+    let_next_kernel_start();
 }
 
 template <class R>
@@ -117,9 +121,9 @@ static __device__ __forceinline__ void ll128(const Args& args) {
     }
     const Lines lines(args, epoch);
     if (args.two_step != 0) {
-        two_steps<R>(args, rows, lines, epoch);
+        two_steps<R>(args, rows, lines, beginning, epoch);
     } else {
-        one_step<R>(args, rows, lines, epoch, first);
+        one_step<R>(args, rows, lines, first, beginning, epoch);
     }
 }
 

@@ -32,7 +32,7 @@ static __device__ __forceinline__ void move_in_units(const Args& args) {
     }
     const Lines lines(args, epoch);
     move.send(lines);
-    announce<false>(args, epoch, args.output_location);
+    follow_up(args, beginning, epoch);
     move.receive(lines);
 }
 

@@ -32,7 +32,7 @@ static __device__ __forceinline__ void ll128_reduce(const Args& args) {
     for (u64 line = group; route.targets != 0 && line < rows.lines(); line += line_groups()) {
         lines.send_to(args.root, line, line == group ? first : rows.load(0, line));
     }
-    announce<false>(args, epoch, args.output_location);
+    follow_up(args, beginning, epoch);
     if (!route.take_empty(lines, rows.lines()) || !route.own) {
         return;
     }

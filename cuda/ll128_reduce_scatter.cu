@@ -28,7 +28,7 @@ static __device__ __forceinline__ void ll128_reduce_scatter(const Args& args) {
     }
     const Lines lines(args, epoch);
     rows.send_each(lines, peers_of(args), packs);
-    announce<false>(args, epoch, args.output_location);
+    follow_up(args, beginning, epoch);
     for (u64 line = line_group(); line < rows.lines(); line += line_groups()) {
         Pack pack = rows.load(args.rank, line);
         if (!reduce<R>(args, lines, line, pack)) {
@@ -36,6 +36,7 @@ static __device__ __forceinline__ void ll128_reduce_scatter(const Args& args) {
         }
         rows.store(0, line, pack);
     }
+    let_next_kernel_start();
 }
 
 }  // namespace cupy_zc

@@ -46,6 +46,13 @@ static __device__ __forceinline__ void announce(const Args& args, u64 epoch, u64
     }
 }
 
+// In the low-latency kernels, behind what they send: nobody waits for it.
+static __device__ __forceinline__ void follow_up(const Args& args, const Beginning& beginning,
+                                                 u64 epoch) {
+    beginning.count();
+    announce<false>(args, epoch, args.output_location);
+}
+
 static __device__ __forceinline__ bool agree(const Args& args, u64 epoch, u64 output_location,
                                              Places& places) {
     const u32 peer = threadIdx.x;

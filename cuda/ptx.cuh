@@ -8,9 +8,9 @@
 //   *_pair      two 8-byte words as one instruction; each word is whole, the pair need not be
 //   *_line      eight neighbouring lanes access one 128-byte line. They are at one place, by
 //               meet_mates or from_last_lane with no branch since that parts them, so that a store
-//               leaves as one transaction. That no part of it arrives after its last word is a
-//               property of the link (NVLink), which set-up must have tested; that eight loads are
-//               served at one instant is promised by nobody
+//               leaves, and a load is served, as one transaction. That no part of a line comes out
+//               of it older than its last word is a property of link (NVLink) and memory, which
+//               NCCL's LL128 relies on as well, and which set-up must have tested
 //   *_mates, from_last_lane   name eight lanes in their mask, and they alone: others of the warp
 //               may be anywhere, or have returned. A mask that is no constant costs tens of cycles:
 //               one for several stores, and one for each turn of a wait
@@ -86,6 +86,10 @@ static __device__ __forceinline__ u32 from_last_lane(u32 value) {
     return __shfl_sync(line_mates(), value, 7, 8);
 }
 
+static __device__ __forceinline__ void add_relaxed(u64* at, u64 value) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 static __device__ __forceinline__ u64 atomic_add(u64* at, u64 value) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
@@ -115,6 +119,20 @@ static __device__ __forceinline__ void spin(bool patient) {
     if (patient) {
         __nanosleep(200);
     }
+}
+
+// Kernels of one stream may overlap (programmatic dependent launch, from sm_90 on): one starts while
+// those before it still run. It must do nothing but wait then: what they wrote is visible after it.
+static __device__ __forceinline__ void await_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start once all blocks have said this or ended.
+static __device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 static __device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bits); }

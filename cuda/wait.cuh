@@ -1,12 +1,12 @@
 // Calls are numbered, waits are bounded, and the first thing that goes wrong is told to the host.
 //
 // Contract
-//   begin     (Beginning, in two halves) gives all threads of a block the number of this call on the
+//   begin     (Beginning, in its parts) gives all threads of a block the number of this call on the
 //             lane (its epoch, from 1), or 0 where an earlier call failed: then the kernel returns
-//             at once. Every block adds one ticket to the lane's state word, in one atomic addition
-//             that also reads the epoch, so no block can see a torn state; the block whose ticket
-//             is the last of the grid turns the tickets into the next epoch, after all have read
-//             this one. The epoch lives in device memory and only kernels advance it, so replaying
+//             at once. The lane's state word counts calls in parts of 2^16: every block reads it,
+//             and adds its share of one call when all its threads have. The shares of a grid make
+//             one call exactly, so the whole part changes with the last of them, when all blocks
+//             have read. The epoch lives in device memory and only kernels advance it, so replaying
 //             a graph is like calling again
 //   Timer     one wait of any kind. `due` is asked after each poll that found nothing. It reads the
 //             clock now and then only, and says yes from PATIENCE on, or once the budget is spent
@@ -32,8 +32,9 @@ constexpr u64 PATIENCE = 1000000;  // nanoseconds until a wait asks why
 constexpr u32 POLLS = 64;          // polls between two looks at the clock
 constexpr u64 LOOK = 1u << 20;     // nanoseconds between two looks at the memory of the host
 static_assert(LOOK >= PATIENCE, "a wait that is short never looks at the memory of the host");
-constexpr u64 TICKET_BITS = 16;
-static_assert(MAX_BLOCKS < (1u << TICKET_BITS), "tickets do not run into the epoch");
+constexpr u64 SHARE_BITS = 16;
+static_assert(MAX_BLOCKS <= (1u << SHARE_BITS), "every block has a share of a call");
+constexpr u32 DIRECT_BLOCKS = 40;  // a grid of more reads the state by one thread of a block only
 
 static __device__ __forceinline__ u64* words_of(const Args& args, u32 at, u64 epoch, u32 from) {
     return reinterpret_cast<u64*>(args.lanes[at] + words_offset(epoch & 1, from));
@@ -46,37 +47,61 @@ static __device__ __forceinline__ u64* state_of(const Args& args) {
 // The number of the call that failed, 0 for none.
 static __device__ __forceinline__ u64* failure_of(const Args& args) { return state_of(args) + 8; }
 
-// A call from its first instruction on. What a kernel does before `number` takes no time beside it.
+// A call from its first instruction on, on all threads of a block. What a kernel does between the
+// parts takes no time beside them.
 class Beginning {
    public:
-    __device__ __forceinline__ explicit Beginning(const Args& args) : args_(args) {
-        if (threadIdx.x == 0) {
+    // The loads. By all threads it is quicker than to pass the number on, unless there are very many.
+    __device__ __forceinline__ explicit Beginning(const Args& args)
+        : args_(args), direct_(gridDim.x <= DIRECT_BLOCKS) {
+        if (direct_ || threadIdx.x == 0) {
             failed_ = load_relaxed(failure_of(args_));
-            state_ = atomic_add(state_of(args_), 1);
+            state_ = load_relaxed(state_of(args_));
         }
     }
 
     __device__ __forceinline__ u64 number() const {
         CUPY_ZC_SHARED(u64, epoch);
+        const u64 next = (state_ >> SHARE_BITS) + 1, number = failed_ == 0 || failed_ == next ? next : 0;
+        if (direct_) {
+            return number;
+        }
         if (threadIdx.x == 0) {
-            const u64 tickets = (state_ & ((1ull << TICKET_BITS) - 1)) + 1;
-            if (tickets == gridDim.x) {
-                atomic_add(state_of(args_), (1ull << TICKET_BITS) - tickets);
-            }
-            const u64 number = (state_ >> TICKET_BITS) + 1;
-            epoch = failed_ != 0 && failed_ != number ? 0 : number;
+            epoch = number;
         }
         __syncthreads();
         return epoch;
     }
 
+    // Behind `number`, in every call that runs: the call is counted.
+    __device__ __forceinline__ void count() const {
+        if (direct_) {
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) {
+            add_relaxed(state_of(args_), share());
+        }
+    }
+
    private:
+    // Of one call; what does not divide evenly is that of block 0.
+    static __device__ __forceinline__ u64 share() {
+        const u32 one = 1u << SHARE_BITS, each = one / gridDim.x;
+        return blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each;
+    }
+
     const Args& args_;
+    const bool direct_;
     u64 failed_ = 0;
     u64 state_ = 0;
 };
 
-static __device__ __forceinline__ u64 begin(const Args& args) { return Beginning(args).number(); }
+static __device__ __forceinline__ u64 begin(const Args& args) {
+    const Beginning beginning(args);
+    const u64 epoch = beginning.number();
+    beginning.count();
+    return epoch;
+}
 
 // The first to claim the failure word tells the host.
 static __device__ __forceinline__ void record(u64* failure, u64 error, const ErrorRecord& said) {

@@ -23,10 +23,11 @@ def exercise(program: Path, kernels: tuple[str, ...], *, threads: bool) -> None:
     rng = np.random.default_rng(6)
     with Emulation(program, environment=TSAN if threads else {}) as running:
         for size in (2, 3):
-            for _ in range(1 if threads else 20):
+            for turn in range(1 if threads else 20):
                 launch = mixed_launch(rng, size, kernels, count=61, repeats=12)
-                alike = line_launch(rng, kernels[0], size, FLOAT32, count=300, repeats=6)
-                alike.blocks, alike.threads = 1, 32  # several lines for each eight lanes
+                # Several lines for each eight lanes, of one block, and of two that are not in step.
+                alike = line_launch(rng, kernels[0], size, FLOAT32, count=470, repeats=6)
+                alike.blocks, alike.threads = 1 + turn % 2, 32
                 if threads:
                     launch.blocks, launch.threads = 1, 32
                 for each in (launch, alike):
@@ -42,21 +43,16 @@ def test_thread_sanitizer_sees_every_access_ordered(cache: Path) -> None:
         exercise(program, (kernel,), threads=True)
 
 
-WAIT = "        const bool there = await(peer, line);\n"
-LOAD = "        pack = load_line(place(args_.rank, peer, line));\n"
-
 #: What is taken away: (file, from, to, the kernels each of which must notice).
 MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "flags of all": (
-        "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_",
+        "lines.cuh", "&& is_old(packs[rank])", "&& false",
         ("ll128_all_gather", "ll128_gather", "ll128_reduce")),
     "flag of one": (
-        "lines.cuh", "load_relaxed(flag) != flag_", "load_relaxed(flag) == ~flag_",
+        "lines.cuh", "is_old(pack) ? peer :", "false ? peer :",
         ("ll128_broadcast", "ll128_scatter")),
     "epoch in a flag": (
         "lines.cuh", "flag_(epoch << 24", "flag_(1 << 24", ("ll128_all_to_all", "ll128_scatter")),
-    "order of flag and data": (
-        "lines.cuh", f"{WAIT}{LOAD}", f"{LOAD}{WAIT}", ("ll128_broadcast",)),
     "second buffer of lines": (
         "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128_all_gather",)),
     "wait for empty lines": (
@@ -78,6 +74,15 @@ def test_taking_away_a_part_of_the_protocol_is_noticed(cache: Path, name: str) -
         with pytest.raises(AssertionError) as noticed:
             exercise(program, (kernel,), threads=False)
         assert not isinstance(noticed.value, CompileError)
+
+
+@pytest.mark.parametrize("kernel", LINES)
+def test_memory_that_does_not_keep_lines_whole_is_noticed(cache: Path, kernel: str) -> None:
+    """What set-up asks of links and memory is needed: eight lanes that each load on their own."""
+    program = build(cache, [*SMALL, "-DEMULATION_SPLIT_LINES"])
+    with pytest.raises(AssertionError) as noticed:
+        exercise(program, (kernel,), threads=False)
+    assert not isinstance(noticed.value, CompileError)
 
 
 def test_nothing_is_noticed_where_nothing_was_taken_away(cache: Path) -> None:

@@ -84,19 +84,19 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
         "exchange.cuh", "fill(0);\n        if (!meet(args, epoch, ++step))",
         "fill(0);\n        if (false)", ("two_shot",), False),
     "advance of the epoch": (
-        "wait.cuh", "(1ull << TICKET_BITS) - tickets", "0 - tickets", ("ll128", "ll"), False),
+        "wait.cuh", "state_of(args_), share()", "state_of(args_), 0", ("ll128", "ll"), False),
     "second buffer of lines": (
         "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128",), False),
     "second buffer of packets": (
         "ll.cu", "epoch & 1", "epoch & 0", ("ll",), False),
     "second place of words": (
         "wait.cuh", "words_offset(epoch & 1", "words_offset(epoch & 0", ("ll",), False),
-    "flag of a line": (
-        "lines.cuh", "flags[rank] != flag_", "flags[rank] == ~flag_", ("ll128",), False),
+    "flags of all": (
+        "lines.cuh", "&& is_old(packs[rank])", "&& false", ("ll128",), False),
     "flags of a batch": (
-        "lines.cuh", "flags[i] != flag_", "flags[i] == ~flag_", ("ll128",), False),
+        "lines.cuh", "old || is_old(packs[i])", "false", ("ll128",), False),
     "all lines of a batch": (
-        "lines.cuh", "missing || flags[i] != flag_", "flags[0] != flag_", ("ll128",), False),
+        "lines.cuh", "old || is_old(packs[i])", "is_old(packs[0])", ("ll128",), False),
     "flag of a packet": (
         "packets.cuh", "is_of(high.high, flag)", "true", ("ll",), False),
     "fingerprint in a flag": (
@@ -133,6 +133,16 @@ def test_taking_away_a_part_of_the_protocol_is_noticed(cache: Path, name: str) -
     assert said, f"without the {name}, everything still passed"
     if MUTATIONS[name][-1]:
         assert "data race" in said
+
+
+def test_shares_of_blocks_that_do_not_make_a_whole_call_are_noticed(cache: Path) -> None:
+    launch = launch_of(np.random.default_rng(6), "ll128", 2, FLOAT32, count=600, repeats=4)
+    launch.blocks, launch.threads, launch.budget = 3, 32, 50 * 10**6
+    with Emulation(build(cache, SMALL)) as running:
+        check(launch, running.run(launch))
+    rest = mutant("wait.cuh", "blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each", "each")
+    with Emulation(build(cache, SMALL, rest)) as running, pytest.raises(AssertionError):
+        check(launch, running.run(launch))
 
 
 def test_a_barrier_that_some_threads_never_reach_ends_the_emulation(cache: Path) -> None:

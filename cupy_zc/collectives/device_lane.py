@@ -20,7 +20,7 @@ __all__ = ["DeviceLane", "Records"]
 
 #: What types.cuh says of the fixed part of a lane.
 WORD_BYTES, STATE = 64, 33792
-TICKET_BITS = 16
+SHARE_BITS = 16
 #: Six halves of words; the rest is padding.
 _WORDS = struct.Struct("<6Q")
 FAILURE = STATE + 64
@@ -163,7 +163,7 @@ class DeviceLane:
     def _words(self) -> tuple[int, list[tuple[int, ...]]]:
         """The number of the last call, and the words of all ranks in its place of the ring."""
         own = self.addresses[self.rank]
-        epoch = int.from_bytes(self._driver.read(own + STATE, 8), "little") >> TICKET_BITS
+        epoch = int.from_bytes(self._driver.read(own + STATE, 8), "little") >> SHARE_BITS
         size = MAX_RANKS * WORD_BYTES
         data = self._driver.read(own + (epoch & 1) * size, size)
         return epoch, [_WORDS.unpack_from(data, peer * WORD_BYTES) for peer in range(MAX_RANKS)]

@@ -220,7 +220,7 @@ void serve(const Launch& launch) {
             for (u32 t = 0; t < launch.threads; ++t) {
                 fibers.emplace_back();
                 fibers.back().block = blocks.back().get();
-                fibers.back().rank = r;
+                fibers.back().team = static_cast<unsigned>(blocks.size()) - 1;
                 fibers.back().thread = {t};
                 fibers.back().body = &bodies[r];
             }

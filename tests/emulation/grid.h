@@ -62,7 +62,7 @@ void run_grid(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
         for (unsigned t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
             fiber.block = grid.back().get();
-            fiber.rank = b;  // the scheduler favours a block for a while
+            fiber.team = b;
             fiber.thread = {t};
             fiber.body = &body;
         }

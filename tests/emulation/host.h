@@ -21,9 +21,9 @@ class Host {
         if (lost_ == 0 || after_ == 0) {
             return;
         }
-        const unsigned behind = fibers.back().rank + 1;
+        const unsigned behind = fibers.back().team + 1;
         fibers.emplace_back();
-        fibers.back().rank = behind;
+        fibers.back().team = behind;
         fibers.back().body = &body_;
     }
 

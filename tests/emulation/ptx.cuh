@@ -1,8 +1,9 @@
 // Stands in for cuda/ptx.cuh on the host: the same names, the same promises, nothing more.
 //
-// Eight lanes store a line together: whoever comes last does it, the flag last. They load it one by
-// one, in any order, as nothing promises that the device serves them at one instant. The words are
-// relaxed atomics, which order nothing in the eyes of ThreadSanitizer, as on the device.
+// Eight lanes store a line together, and load it together: whoever comes last does it, storing the flag
+// last and loading it first. The words are relaxed atomics, which order nothing in the eyes of
+// ThreadSanitizer, as on the device. With EMULATION_SPLIT_LINES each lane loads its part by itself, as
+// memory would that keeps no line whole.
 #pragma once
 
 #include "runtime.h"
@@ -57,7 +58,17 @@ inline void store_line(u64* line, Pack pack) {
     });
 }
 inline Pack load_line(const u64* line) {
+#ifdef EMULATION_SPLIT_LINES
     return load_pair(line + threadIdx.x % 8 * 2);
+#else
+    emulation::perhaps_yield();
+    const uint64_t* const words = emulation::eight(0, 0, [line](uint64_t*, uint64_t* out) {
+        for (int i = 15; i >= 0; --i) {
+            out[i] = __atomic_load_n(line + i, __ATOMIC_RELAXED);
+        }
+    });
+    return {words[0], words[1]};
+#endif
 }
 inline u32 from_last_lane(u32 value) {
     return static_cast<u32>(*emulation::eight(value, 0, [](uint64_t* in, uint64_t* out) {
@@ -67,6 +78,10 @@ inline u32 from_last_lane(u32 value) {
     }));
 }
 
+inline void add_relaxed(u64* at, u64 value) {
+    emulation::perhaps_yield();
+    __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
 inline u64 atomic_add(u64* at, u64 value) {
     emulation::perhaps_yield();
     return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
@@ -75,6 +90,9 @@ inline bool atomic_claim(u64* at, u64 value) {
     u64 none = 0;
     return __atomic_compare_exchange_n(at, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
+
+inline void await_kernels_before() {}  // kernels of a stream run one after the other
+inline void let_next_kernel_start() {}
 
 inline u64 nanoseconds() { return emulation::now(); }
 inline void spin(bool) { emulation::yield(); }

@@ -84,7 +84,7 @@ struct Block {
 
 struct Fiber {
     Block* block;
-    unsigned rank;
+    unsigned team;  // those of a block: the scheduler favours them together
     Index thread;
     const std::function<void()>* body;
     unsigned turn = 0;  // barriers passed
@@ -137,24 +137,25 @@ inline void run(std::vector<Fiber>& fibers, uint64_t) {
 #else
 inline thread_local Fiber* current;
 inline thread_local jmp_buf scheduler;
-inline thread_local std::vector<std::vector<Fiber*>> ready;  // of each rank
+inline thread_local std::vector<std::vector<Fiber*>> ready;  // of each team
 inline thread_local std::minstd_rand dice;
 
-inline void wake(Fiber* fiber) { ready[fiber->rank].push_back(fiber); }
+inline void wake(Fiber* fiber) { ready[fiber->team].push_back(fiber); }
 
-// Any fiber that can run, but mostly of one rank for a while: so ranks overtake each other.
+// Any fiber that can run, but mostly of one block for a while: so blocks, and with them ranks,
+// overtake each other.
 inline Fiber* pick() {
     static thread_local size_t favourite = 0;
     if (dice() % 256 == 0) {
         favourite = dice();
     }
-    size_t rank = (dice() % 16 == 0 ? dice() : favourite) % ready.size();
-    for (size_t tried = 0; ready[rank].empty(); rank = (rank + 1) % ready.size()) {
+    size_t team = (dice() % 16 == 0 ? dice() : favourite) % ready.size();
+    for (size_t tried = 0; ready[team].empty(); team = (team + 1) % ready.size()) {
         if (tried++ == ready.size()) {
             die("some threads of a block wait at a barrier that the others never reach");
         }
     }
-    std::vector<Fiber*>& fibers = ready[rank];
+    std::vector<Fiber*>& fibers = ready[team];
     std::swap(fibers[dice() % fibers.size()], fibers.back());
     Fiber* const fiber = fibers.back();
     fibers.pop_back();
@@ -216,7 +217,7 @@ inline void entry() {
 inline void run(std::vector<Fiber>& fibers, uint64_t seed) {
     static thread_local std::vector<std::unique_ptr<char[]>> stacks;
     dice.seed(seed + 1);
-    ready.assign(fibers.back().rank + 1, {});
+    ready.assign(fibers.back().team + 1, {});
     for (size_t i = 0; i < fibers.size(); ++i) {
         if (i == stacks.size()) {
             stacks.emplace_back(new char[STACK]);
