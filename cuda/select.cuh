@@ -1,4 +1,4 @@
-// Which element type and operation a kernel is compiled for, and how its entry point looks.
+// Which element type and operation a kernel is compiled for.
 //
 // Contract
 //   CUPY_ZC_ELEMENT    Bool, signed char, u8, short, u16, int, u32, long long, u64, Half, Bfloat,
@@ -9,6 +9,7 @@
 //                      512; the same on all ranks
 #pragma once
 
+#include "kernel.cuh"
 #include "reduce.cuh"
 
 #ifndef CUPY_ZC_ELEMENT
@@ -17,10 +18,6 @@
 #ifndef CUPY_ZC_OPERATION
 #define CUPY_ZC_OPERATION Sum
 #endif
-
-#define CUPY_ZC_KERNEL(name)                             \
-    extern "C" __global__ void __launch_bounds__(512, 1) \
-        name(const __grid_constant__ cupy_zc::Args args)
 
 namespace cupy_zc {
 using Selected = Reduction<CUPY_ZC_ELEMENT, CUPY_ZC_OPERATION>;

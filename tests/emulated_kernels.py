@@ -28,7 +28,7 @@ _FLAGS = [
     "-Wall", "-Wextra", "-Wno-unknown-pragmas",
 ]  # fmt: skip
 _NAMED = re.compile(
-    r"(?:CUPY_ZC_KERNEL\(|__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?)(\w+)[()]"
+    r"(?:CUPY_ZC_KERNEL(?:_OF)?\(|__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?)(\w+)[,()]"
 )
 _MOST_PARAMETERS = 8
 #: What a source has that is compiled for an element type and an operation.

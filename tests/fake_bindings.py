@@ -174,6 +174,12 @@ class FakeBindings:
     def _number(self) -> int:
         return next(self._numbers)
 
+    # Kernels
+    def cuLaunchKernelEx(
+        self, config: Any, f: Any, kernelParams: Any, extra: Any
+    ) -> tuple[Any, ...]:
+        return (OK,)
+
     # Devices and contexts
     def cuInit(self, Flags: Any) -> tuple[Any, ...]:
         return (OK,)

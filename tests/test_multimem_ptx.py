@@ -6,8 +6,8 @@ import functools
 import re
 
 import pytest
-from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
+from ptx import ptx_of
 from test_device_multimem import PAIRS, TABLE
 
 from cupy_zc import kernels
@@ -66,26 +66,6 @@ KERNELS = {
     "multimem_reduce_scatter.cu": {ADD, FENCE},
 }
 FOLDER = str(kernels.path("multimem.cuh").parent)
-
-
-def ptx_of(source: str, architecture: str, *defines: str) -> str:
-    """PTX text; of NVRTC itself, as cuda.core asks the driver for its version before that."""
-    error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    options = [
-        f"--gpu-architecture={architecture}", "-std=c++17", f"-I{FOLDER}",
-        *(f"-D{define}" for define in defines),
-    ]  # fmt: skip
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [each.encode() for each in options])
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    text = b" " * size
-    nvrtc.nvrtcGetPTX(program, text)
-    nvrtc.nvrtcDestroyProgram(program)
-    return bytes(text).decode()
 
 
 @functools.cache

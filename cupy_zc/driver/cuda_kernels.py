@@ -15,24 +15,41 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+import cuda.bindings.driver as driver
 import cupy
-from cupy.cuda import driver as _driver
+from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
 
 from .. import kernels
 from ..config import settings
 from ..errors import DriverError
 from .api import KernelName
-from .cuda_calls import relaxed_capture
+from .cuda_calls import failure, relaxed_capture
 
 __all__ = ["launch", "load"]
 
-# The call of the driver as CuPy has it: 2 us less than a ``RawKernel`` takes with one argument.
-_launch = _driver.launchKernel
+_launch = driver.cuLaunchKernelEx
+_OVERLAP = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+#: The macro that a kernel is defined by which waits for those before it (``cuda/kernel.cuh``).
+_WAITS = "CUPY_ZC_KERNEL"
+#: The first architecture that has that wait.
+_SM_90 = 90
+
+#: Functions that :func:`load` gave, as the bindings take them, and whether a launch may overlap
+#: with the end of the kernel before it.
+_functions: dict[int, tuple[driver.CUfunction, bool]] = {}
+
+#: What launches need that were made, by function, blocks, threads and stream; costly to make.
+_launches: dict[tuple[int, int, int, int], tuple[driver.CUlaunchConfig, driver.CUfunction]] = {}
+_KEPT = 4096
 
 
 def launch(function: int, blocks: int, threads: int, stream: Any, parameters: int) -> None:
     """Launch a kernel.
+
+    It starts while the kernel before it on the stream still ends, where it is one that waits for
+    that by itself and the GPU can (programmatic dependent launch, compute capability 9.0).
 
     Args:
         function: What :func:`load` gave.
@@ -44,18 +61,34 @@ def launch(function: int, blocks: int, threads: int, stream: Any, parameters: in
     Raises:
         DriverError: CUDA refused.
     """
-    try:
-        _launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, parameters, 0)
-    except _driver.CUDADriverError as error:
+    key = (function, blocks, threads, stream.ptr)
+    made = _launches.get(key)
+    if made is None:
+        made = _configure(*key)
+    result = _launch(*made, parameters, 0)[0]
+    if result:
         detail = f"blocks={blocks}, threads={threads}, stream={stream.ptr:#x}"
-        cause = str(error)
-        raise DriverError(
-            "cupy.cuda.driver.launchKernel",
-            cause.partition(":")[0],
-            error.status,
-            detail=detail,
-            cause=cause,
-        ) from error
+        raise failure("cuLaunchKernelEx", result, detail)
+
+
+def _configure(
+    function: int, blocks: int, threads: int, stream: int
+) -> tuple[driver.CUlaunchConfig, driver.CUfunction]:
+    handle, overlaps = _functions[function]
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = 0, driver.CUstream(stream)
+    if overlaps:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = _OVERLAP
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+    config.numAttrs = int(overlaps)
+    if len(_launches) >= _KEPT:
+        _launches.clear()
+    made = _launches[function, blocks, threads, stream] = (config, handle)
+    return made
 
 
 @functools.cache
@@ -125,13 +158,16 @@ def _load(device: int, name: KernelName) -> tuple[int, Any]:
     )
     try:
         with cupy.cuda.Device(device), relaxed_capture():
-            module = cupy.RawModule(code=kernels.source(name.source), options=options)
-            function = module.get_function(name.function)
-            return function.kernel.ptr, function
+            source = kernels.source(name.source)
+            function = cupy.RawModule(code=source, options=options).get_function(name.function)
+            pointer: int = function.kernel.ptr
+            overlaps = _WAITS in source and int(cupy.cuda.Device().compute_capability) >= _SM_90
+            _functions[pointer] = (driver.CUfunction(pointer), overlaps)
+            return pointer, function
     except (
         cupy.cuda.compiler.CompileException,
         runtime.CUDARuntimeError,
-        _driver.CUDADriverError,
+        cupy_driver.CUDADriverError,
     ) as error:
         cause = f"{name.source} cannot be used on device {device}: {error}"
         code = getattr(error, "status", 0)
