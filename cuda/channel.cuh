@@ -9,7 +9,7 @@
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
 //             the peer refused a message, and where the budget is spent: then the peer is named.
 //             Where the host gave a rank up, it fails as if that one had spent the budget
-//   greet     waits for the header of the message, and gives the number of tracks that it takes, or
+//   greet     waits for the header of the message, and gives the number of blocks that push it, or
 //             0. One that is not expected is reported, and refused: the peer finds that out when it
 //             waits, or calls again, and reports it too
 //   failure   the first one ends the mail of the whole rank: later calls return at once
@@ -27,10 +27,10 @@ class Channel {
    public:
     const MailPart& part;
     const bool push;  // which end
-    const u32 track;
+    const u32 block;
 
-    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 track)
-        : part(push ? args.push : args.drain), push(push), track(track), args_(args) {
+    __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 block)
+        : part(push ? args.push : args.drain), push(push), block(block), args_(args) {
         number_ = load_relaxed(&progress().messages) + 1;
     }
 
@@ -77,8 +77,8 @@ class Channel {
         return load_relaxed(&mine().taken) + args_.letters >= number_;
     }
     __device__ __forceinline__ void send_header() const {
-        const u64 tracks = blocks();
-        store_packets(letter(), {part.fingerprint, part.bytes | tracks << BLOCKS_SHIFT}, flag());
+        const u64 blocks = part.blocks;
+        store_packets(letter(), {part.fingerprint, part.bytes | blocks << BLOCKS_SHIFT}, flag());
     }
     __device__ __forceinline__ u32 greet() const {
         Pack header;
@@ -98,7 +98,7 @@ class Channel {
 
     // The start of a push through slots, by one thread of each block.
     __device__ __forceinline__ bool start() const {
-        if (track != 0) {
+        if (block != 0) {
             return alive();
         }
         const bool good = alive_until([&] { return letter_is_free(); });
@@ -108,9 +108,6 @@ class Channel {
         return good;
     }
 
-    // Of this part of the launch. Counted again where it is asked for: registers are few.
-    __device__ __forceinline__ u32 blocks() const { return mail_blocks(args_, part); }
-
     // Packets of 16 bytes of the data of a letter.
     __device__ __forceinline__ void send(u64 index, const Pack& pack) const {
         store_packets(packets_of(index), pack, flag());
@@ -119,26 +116,25 @@ class Channel {
         return alive_until([&] { return load_packets(packets_of(index), flag(), pack); });
     }
 
-    // Of the own track: slots passed in earlier messages; what the other side counts, and how far
+    // Of the own block: slots passed in earlier messages; what the other side counts, and how far
     // this one may be ahead of it; what this side counts, at the other.
-    __device__ __forceinline__ u64& passed() const { return progress().slots[track]; }
+    __device__ __forceinline__ u64& passed() const { return progress().slots[block]; }
     __device__ __forceinline__ const u64* gate() const {
-        return push ? &mine().drained[track] : &mine().filled[track];
+        return push ? &mine().drained[block] : &mine().filled[block];
     }
     __device__ __forceinline__ u64 lead() const { return push ? args_.slots : 0; }
     __device__ __forceinline__ u64* post() const {
-        return push ? &theirs().filled[track] : &theirs().drained[track];
+        return push ? &theirs().filled[block] : &theirs().drained[block];
     }
     __device__ __forceinline__ u64 slot(u64 index) const {
-        const u64 place = track * static_cast<u64>(args_.slots) + (index & (args_.slots - 1));
+        const u64 place = block * static_cast<u64>(args_.slots) + (index & (args_.slots - 1));
         return base() + args_.letters * letter_bytes(args_.letter) + place * args_.slot;
     }
 
     // By one thread of every block that passed the message, after all of the block have.
     __device__ __forceinline__ void leave() const {
-        const u32 leavers = blocks();
-        if (leavers > 1) {
-            if (atomic_add(&progress().tickets, 1) + 1 != leavers) {
+        if (part.blocks > 1) {
+            if (atomic_add(&progress().tickets, 1) + 1 != part.blocks) {
                 return;
             }
             store_relaxed(&progress().tickets, 0);

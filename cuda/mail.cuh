@@ -11,10 +11,9 @@
 //             says in the header: a push that waits for its peer shall leave room for other kernels
 //   Desk      what a rank knows of one peer. Its three parts have different writers; nobody else
 //             writes to them
-//   launch    one-dimensional, of mail_blocks(args, push) + mail_blocks(args, drain) blocks, all
-//             resident at once: the blocks of a drain are enough for any push. A multiple of 32
-//             threads up to 512. The number of threads may differ from rank to rank; letter, slot,
-//             letters, slots and tracks may not
+//   launch    one-dimensional, of push.blocks + drain.blocks blocks, all resident at once. A multiple
+//             of 32 threads up to 512. The number of threads, and of the blocks that pass a letter,
+//             may differ from rank to rank; letter, slot, letters, slots and tracks may not
 #pragma once
 
 #include "types.cuh"
@@ -24,16 +23,17 @@ namespace cupy_zc {
 constexpr u32 MAX_TRACKS = 64;
 constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
 constexpr u64 LEAST_CHUNK = 8192;
-constexpr u64 NOBODY = ~0ull;     // MailPart::peer where a launch does not push, or does not drain
 
 struct MailPart {
     u64 array;        // address of what to push, or of where to drain to: any alignment
     u64 bytes;        // of it: less than 2^48
     u64 fingerprint;  // of all that both sides must agree on: element type, order, count
     u64 area;         // address of the peer's mail area as mapped here
-    u64 peer;         // another rank than the own one, or NOBODY
-    u32 blocks;       // that may pass it: from 1 to tracks for a push, and tracks for a drain
-    u32 chunk;        // see chunk_of
+    u64 peer;         // another rank than the own one
+    u32 blocks;       // that pass it; 0 where the launch does not push, or does not drain. A drain of
+                      // slots has one for every track that a push of so many bytes may take
+    u32 chunk;        // bytes that a block passes at a time: see chunk_of; of a letter, all that it
+                      // passes, a multiple of 16
 };
 static_assert(sizeof(MailPart) == 48, "the host fills 48 bytes");
 static_assert(MAX_TRACKS < (1ull << (64 - BLOCKS_SHIFT)), "a header has room for any number");
@@ -44,7 +44,7 @@ struct MailArgs {
     u64 error;             // address of an ErrorRecord, zeroed by the host; one for each area
     u64 lane;              // a number for the record
     u64 budget;            // nanoseconds that a wait may last
-    u64 letter;            // bytes of data that a letter holds: a multiple of 64, or 0
+    u64 letter;            // bytes of data that a letter holds: a multiple of 64, or 0; below 4 GiB
     u64 slot;              // bytes of a slot: a multiple of 128, less than 4 GiB
     u32 letters;           // of a channel: a power of two
     u32 slots;             // of a track: a power of two
@@ -97,24 +97,12 @@ __device__ constexpr u64 mail_bytes(u32 size, u64 letter, u64 letters, u64 slot,
 static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 2176 + 65536),
               "as the host counts it");
 
-// Blocks of one part of a launch.
-// Bytes of a chunk, which the host says as well: so many that every track has one, but no more than a
+// Bytes of a chunk of slots, which the host says as well: so many that every track has one, but no more than a
 // slot, nor less than is worth a block. Alike on both sides, as it follows from what they share.
 __device__ constexpr u64 chunk_of(u64 bytes, u64 tracks, u64 slot) {
     const u64 least = slot > LEAST_CHUNK ? LEAST_CHUNK : 128;
     const u64 share = ((bytes + tracks - 1) / tracks + 127) / 128 * 128;
     return share < least ? least : share < slot ? share : slot;
-}
-
-static __device__ __forceinline__ u32 mail_blocks(const MailArgs& args, const MailPart& part) {
-    if (part.peer == NOBODY) {
-        return 0;
-    }
-    if (part.bytes <= args.letter) {
-        return 1;
-    }
-    const u64 blocks = (part.bytes + part.chunk - 1) / part.chunk;
-    return static_cast<u32>(blocks < part.blocks ? blocks : part.blocks);
 }
 
 }  // namespace cupy_zc

@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated import FIBERS, build, build_directory, mutant
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cupy_zc.collectives import device_args, device_lane, device_mail
 from cupy_zc.collectives.device_args import Args, Record, Sizes
-from cupy_zc.collectives.device_mail import MAX_TRACKS, MailArgs, MailPart, MailSizes
+from cupy_zc.collectives.device_mail import (
+    LEAST_CHUNK,
+    MAX_TRACKS,
+    MailArgs,
+    MailPart,
+    MailSizes,
+)
 
 STRUCTURES: dict[str, Any] = {
     "Args": Args, "ErrorRecord": Record, "MailPart": MailPart, "MailArgs": MailArgs,
@@ -30,9 +38,8 @@ CONSTANTS = {
     "WORD_BYTES": device_lane.WORD_BYTES,
     "STATE": device_lane.STATE,
     "FAILURE": device_lane.FAILURE,
-    "TICKET_BITS": device_lane.TICKET_BITS,
+    "SHARE_BITS": device_lane.SHARE_BITS,
     "MAX_TRACKS": device_mail.MAX_TRACKS,
-    "NOBODY": device_mail.NOBODY,
 }
 
 
@@ -92,19 +99,35 @@ def test_lanes_and_mail_areas_have_the_bytes_that_the_kernels_count(program: Pat
     assert [int(each) for each in said] == counted
 
 
-def test_a_launch_has_the_blocks_that_the_kernel_counts(program: Path) -> None:
+def test_a_message_has_the_chunks_that_both_sides_count(program: Path) -> None:
     questions, counted = [], []
     for letter, slot in ((0, 128), (256, 128), (1024, 4096), (8192, 65536), (8192, 1 << 18)):
         sizes = MailSizes(letter, 2, slot, 2, MAX_TRACKS)
         for nbytes in {letter, 9000, 1 << 20, 64 * slot - 1} - {0}:
             questions.append(f"chunk {MAX_TRACKS} {nbytes} {slot} 0")
             counted.append(sizes.chunk(nbytes))
-        for nbytes in {0, 1, letter, letter + 1, slot, slot + 1, 9 * slot, 9 * slot + 1, 1 << 40}:
-            for tracks in (1, 2, 9, 10, 64):
-                questions.append(f"blocks {tracks} {nbytes} {letter} {slot}")
-                counted.append(sizes.blocks(nbytes, tracks))
     said = answers(program, questions)[-len(questions) :]
     assert [int(each) for each in said] == counted
+
+
+@given(
+    nbytes=st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 40)),
+    letter=st.sampled_from([0, 256, 65536, 262144]),
+    slot=st.sampled_from([128, 4096, 65536, 262144]),
+    most=st.integers(1, MAX_TRACKS),
+)
+def test_a_message_has_no_more_blocks_than_it_has_work_for(
+    nbytes: int, letter: int, slot: int, most: int
+) -> None:
+    sizes = MailSizes(letter, 2, slot, 2, MAX_TRACKS)
+    blocks = sizes.blocks(nbytes, most)
+    assert 1 <= blocks <= most
+    share = LEAST_CHUNK if nbytes <= letter else sizes.chunk(nbytes)
+    assert (blocks - 1) * share < max(1, nbytes), "every block has something to pass"
+    assert blocks == most or blocks * share >= nbytes, "none has more than its share"
+    chunk = sizes.chunk_of_block(nbytes, blocks)
+    assert chunk == sizes.chunk(nbytes) or (chunk % 16 == 0 and nbytes <= blocks * chunk)
+    assert blocks <= sizes.blocks(nbytes, MAX_TRACKS), "a drain has a block for each of a push"
 
 
 @pytest.mark.parametrize(

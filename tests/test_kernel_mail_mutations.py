@@ -32,10 +32,16 @@ def sanitized(program: Path) -> None:
 
 
 def refused(
-    mail: Mail, sent: int, size: int, fingerprint: int, threads: int = 32, budget: int = 50_000_000
+    mail: Mail,
+    sent: int,
+    size: int,
+    fingerprint: int,
+    threads: int = 32,
+    budget: int = 50_000_000,
+    letter: int = 64,
 ) -> None:
     rng = np.random.default_rng(sent)
-    scene = Scene(2, threads, budget=budget)
+    scene = Scene(2, threads, budget=budget, letter=letter)
     scene.add(0, Call(1, content(rng, sent), sent=fingerprint))
     call = scene.recv(1, 0, size)
     outcome = mail.play(scene)
@@ -58,6 +64,7 @@ def exercise(program: Path) -> None:
         for nbytes in (0, 40, 300, 3000):
             refused(mail, nbytes, nbytes, FINGERPRINT + 1)
             refused(mail, nbytes, nbytes + 1, FINGERPRINT)
+        refused(mail, 600, 600, FINGERPRINT + 1, letter=640)
 
 
 #: What is taken away: (file, from, to).
@@ -75,22 +82,27 @@ MUTATIONS = {
     "comparison of fingerprints": ("channel.cuh", "header.low == part.fingerprint && ", ""),
     "comparison of lengths": ("channel.cuh", "bytes == part.bytes", "bytes != ~0ull"),
     "header of a letter before its data": (
-        "mail.cu", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
+        "letters.cuh", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
+    "header for each block of a letter": (
+        "letters.cuh", "bool good = threadIdx.x != blockDim.x - 1 ||",
+        "bool good = channel.block != 0 || threadIdx.x != blockDim.x - 1 ||"),
+    "packs of a block": (
+        "letters.cuh", "const u32 end = first_pack(channel) + ", "const u32 end = "),
     "header of slots before their data": (
-        "mail.cu", "tracks = channel.greet();", "tracks = channel.blocks();"),
+        "mail.cu", "tracks = channel.greet();", "tracks = channel.part.blocks;"),
     "tracks of the sender": (
-        "mail.cu", "return tracks;", "return tracks == 0 ? 0 : channel.blocks();"),
+        "mail.cu", "return tracks;", "return tracks == 0 ? 0 : channel.part.blocks;"),
     "tracks in a header": (
-        "channel.cuh", "const u64 tracks = blocks();", "const u64 tracks = blocks() > 1 ? 2 : 1;"),
+        "channel.cuh", "blocks = part.blocks;", "blocks = part.blocks > 1 ? 2 : 1;"),
     "tracks that a message leaves out": (
-        "mail.cu", "channel.track < tracks ? channel.track * chunk : part.bytes",
-        "channel.track * chunk"),
+        "mail.cu", "channel.block < tracks ? channel.block * chunk : part.bytes",
+        "channel.block * chunk"),
     "refusal": ("channel.cuh", "refused, number_)", "refused, 0)"),
     "advance of the number": ("channel.cuh", "messages, number_)", "messages, number_ - 1)"),
-    "wait of the last to leave": ("channel.cuh", ", 1) + 1 != leavers", ", 1) + 1 == 0"),
+    "wait of the last to leave": ("channel.cuh", ", 1) + 1 != part.blocks", ", 1) + 1 == 0"),
     "slots of earlier messages": ("mail.cu", "channel.passed(), passed)", "channel.passed(), 0)"),
     "meeting after a slot was filled": (
-        "mail.cu", "part.bytes - at);\n        __syncthreads();", "part.bytes - at);"),
+        "mail.cu", "part.bytes - at));\n        __syncthreads();", "part.bytes - at));"),
 }  # fmt: skip
 
 

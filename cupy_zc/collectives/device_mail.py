@@ -29,10 +29,8 @@ __all__ = ["DeviceMail", "MailArgs", "MailLaunch", "MailPart", "MailSizes"]
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
-#: ``MailPart.peer`` where a launch does not push, or does not drain.
-NOBODY = (1 << 64) - 1
 MAX_TRACKS = 64
-#: What is worth a block, in bytes.
+#: What is worth a block, in bytes: of a chunk, and of a letter, where each thread has 16.
 LEAST_CHUNK = 8192
 
 
@@ -69,22 +67,27 @@ class MailSizes(NamedTuple):
     def of(cls, ranks: int, blocks: int) -> MailSizes:
         """For so many ranks and blocks of a launch: a track of either direction is a block."""
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        # A letter of 32 KiB takes 5.4 us for 16 KiB between two H200, where slots take 7.1.
-        return cls(32 << 10, 8, (256 if ranks == 2 else 64) << 10, 2, tracks)
+        letter, slot = (256 << 10, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
+        return cls(letter, 8, slot, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""
         letters = self.letters * (128 + 2 * self.letter)
         return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
 
-    def blocks(self, nbytes: int, tracks: int) -> int:
-        """Blocks of one side of a message that may take so many tracks."""
+    def blocks(self, nbytes: int, most: int) -> int:
+        """Blocks of one side of a message, which may have so many: each has a track of slots."""
+        share = LEAST_CHUNK if nbytes <= self.letter else self.chunk(nbytes)
+        return max(1, min(most, -(-nbytes // share)))
+
+    def chunk_of_block(self, nbytes: int, blocks: int) -> int:
+        """``MailPart.chunk`` of a message that so many blocks pass."""
         if nbytes <= self.letter:
-            return 1
-        return min(tracks, -(-nbytes // self.chunk(nbytes)))
+            return round_up(-(-nbytes // blocks), 16)
+        return self.chunk(nbytes)
 
     def chunk(self, nbytes: int) -> int:
-        """Bytes of a chunk of a message; see ``chunk_of`` in ``cuda/mail.cuh``."""
+        """Bytes of a chunk of slots; see ``chunk_of`` in ``cuda/mail.cuh``."""
         share = round_up(-(-nbytes // self.tracks), 128)
         return max(LEAST_CHUNK if self.slot > LEAST_CHUNK else 128, min(share, self.slot))
 
@@ -149,8 +152,8 @@ class DeviceMail:
         self._patient_tracks = max(1, min(sizes.tracks, KEPT_FREE // max(1, checker.size - 1)))
         self._own = OwnMail(driver, checker, copies)
         self._template = MailArgs(
-            MailPart(peer=NOBODY), MailPart(peer=NOBODY), area.ptr,
-            ctypes.addressof(self.record), Records.MAIL, nanoseconds(budget),
+            MailPart(), MailPart(), area.ptr, ctypes.addressof(self.record),
+            Records.MAIL, nanoseconds(budget),
             sizes.letter, sizes.slot, sizes.letters, sizes.slots, sizes.tracks, self.rank,
         )  # fmt: skip
 
@@ -213,23 +216,23 @@ class DeviceMail:
         push: tuple[int, Parcel] | None,
         drain: tuple[int, Parcel] | None,
         stream: Any,
-        tracks: int,
+        most: int,
     ) -> MailLaunch:
-        """Push, drain, or both; a push through 1 to all ``tracks``, which its receiver learns."""
+        """Push, drain, or both; a push by 1 to ``most`` blocks, which its receiver learns."""
         args = MailArgs.from_buffer_copy(self._template)
-        blocks = 0
-        sides = (args.push, push, tracks), (args.drain, drain, self._sizes.tracks)
+        sides = (args.push, push, most), (args.drain, drain, self._sizes.tracks)
         for part, what, usable in sides:
             if what is not None:
                 pointer, parcel = what
                 part.array, part.bytes = pointer, parcel.nbytes
                 part.fingerprint = mix(parcel.elements << 5 | parcel.code << 1 | parcel.fortran)
                 part.area, part.peer = self._areas[peer], peer
-                part.blocks, part.chunk = usable, self._sizes.chunk(parcel.nbytes)
-                blocks += self._sizes.blocks(parcel.nbytes, usable)
+                part.blocks = self._sizes.blocks(parcel.nbytes, usable)
+                part.chunk = self._sizes.chunk_of_block(parcel.nbytes, part.blocks)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         made = MailLaunch(
-            self._driver, self._function, blocks, ctypes.addressof(parameters), (args, parameters),
+            self._driver, self._function, args.push.blocks + args.drain.blocks,
+            ctypes.addressof(parameters), (args, parameters),
             functools.partial(self._in_turn, peer),
         )  # fmt: skip
         made(stream)

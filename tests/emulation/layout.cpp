@@ -2,8 +2,8 @@
 //
 // First a line "name value" for each constant, and "struct field offset size" for each field. Then,
 // for each line on standard input, a number. "lane" size lines packs chunk, and "mail" size letter
-// letters slot slots tracks: bytes of a lane, and of a mail area. "blocks" tracks bytes letter slot:
-// blocks of one part of a launch. "chunk" tracks bytes slot 0: bytes of a chunk.
+// letters slot slots tracks: bytes of a lane, and of a mail area. "chunk" tracks bytes slot 0: bytes of
+// a chunk.
 #include <cstddef>
 #include <iostream>
 #include <string>
@@ -31,9 +31,8 @@ void constants() {
     CONSTANT(CODE_MISMATCH);
     CONSTANT(WORD_BYTES);
     CONSTANT(STATE);
-    CONSTANT(TICKET_BITS);
+    CONSTANT(SHARE_BITS);
     CONSTANT(MAX_TRACKS);
-    CONSTANT(NOBODY);
     const Args args = {};  // a lane at address 0
     std::cout << "FAILURE " << reinterpret_cast<u64>(failure_of(args)) << '\n';
 }
@@ -115,14 +114,8 @@ int main() {
         } else if (what == "mail") {
             std::cin >> d >> e;
             std::cout << mail_bytes(size, a, b, c, d, e) << '\n';
-        } else if (what == "chunk") {
-            std::cout << chunk_of(a, size, b) << '\n';
         } else {
-            MailArgs args = {};
-            args.push = {0, a, 0, 0, 1, size, static_cast<u32>(chunk_of(a, MAX_TRACKS, c))};
-            args.letter = b;
-            args.slot = c;
-            std::cout << mail_blocks(args, args.push) << '\n';
+            std::cout << chunk_of(a, size, b) << '\n';
         }
     }
 }

@@ -120,11 +120,21 @@ void renew(const Scene& scene) {
     }
 }
 
-MailPart part_of(const Scene& scene, u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 blocks) {
-    const u64 chunk = chunk_of(bytes, scene.tracks, scene.slot);
-    const u64 area = peer == NOBODY ? 0 : reinterpret_cast<u64>(&area_of(peer));
-    return {array, bytes, fingerprint, area, peer, static_cast<u32>(blocks),
-            static_cast<u32>(chunk)};
+constexpr u64 NOBODY = ~0ull;  // the peer of a part that a call does not have
+constexpr u64 SHEET = 64;      // bytes of a letter that are worth a block
+
+MailPart part_of(const Scene& scene, u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 most) {
+    if (peer == NOBODY) {
+        return {};
+    }
+    const bool slots = bytes > scene.letter;
+    u64 chunk = slots ? chunk_of(bytes, scene.tracks, scene.slot) : SHEET;
+    const u64 blocks = std::max<u64>(1, std::min((bytes + chunk - 1) / chunk, most));
+    if (!slots) {
+        chunk = ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
+    }
+    return {array, bytes, fingerprint, reinterpret_cast<u64>(&area_of(peer)), peer,
+            static_cast<u32>(blocks), static_cast<u32>(chunk)};
 }
 
 std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& after) {
@@ -153,7 +163,7 @@ std::unique_ptr<Job> read_job(const Scene& scene, u32 rank, u64 error, u64& afte
         scene.tracks,
         rank};
     const MailArgs& args = job->args;
-    job->grid = mail_blocks(args, args.push) + mail_blocks(args, args.drain);
+    job->grid = args.push.blocks + args.drain.blocks;
     for (u32 b = 0; b < job->grid; ++b) {
         job->blocks.push_back(std::make_unique<emulation::Block>(b, job->grid, scene.threads));
     }
@@ -193,7 +203,7 @@ void serve(const Scene& scene) {
     for (u32 body = 0; body < bodies.size(); ++body) {
         for (u32 t = 0; t < scene.threads; ++t) {
             fibers.emplace_back();
-            fibers.back().rank = body;  // the scheduler favours a block for a while
+            fibers.back().team = body;
             fibers.back().thread = {t};
             fibers.back().body = &bodies[body];
         }
