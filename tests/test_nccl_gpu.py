@@ -84,8 +84,9 @@ def test_the_log_of_nccl_says_that_memory_of_ours_is_registered(
 
 
 def test_a_call_costs_the_host_little_more_than_nccl_does() -> None:
+    """By half on a quick host and on a slow one: a bound in microseconds holds on one of them."""
     for told in spawned(2, ranks.host_cost):
-        assert told["ours"] < told["NCCL"] + 6, told
+        assert told["ours"] < 1.8 * told["NCCL"], told
 
 
 @pytest.mark.parametrize("node_size", ["0", "1"], ids=["one node", "pretend nodes of one rank"])
