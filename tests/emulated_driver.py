@@ -44,6 +44,7 @@ THREADS = 32
 #: of lines has rows of 64 KiB.
 SIZES = {
     "LL128_ONE_STEP": 64 << 10, "LL128_TWO_STEPS": 128 << 10, "LL128_ROW": 64 << 10,
+    "LL128_REDUCE_SCATTER": 64 << 10, "LL128_BROADCAST": 64 << 10,
     "LL_ONE_STEP": 16 << 10, "PUSH_REDUCE": 512 << 10, "PUSH_REDUCE_SCATTER": 256 << 10,
     "CHUNK": 64 << 10,
 }  # fmt: skip

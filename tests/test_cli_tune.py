@@ -48,11 +48,14 @@ def test_thresholds_are_where_one_algorithm_overtakes_another() -> None:
         *rows("all_reduce", lines=(2, 4), shots=(8, 3), push=(20, 2)),  # 6 MiB, 12 MiB
         *rows("reduce_scatter", lines=(2, 4), shots=(4, 3), push=(12, 2)),  # 2 MiB, 8 MiB
         *rows("all_gather", lines=(2, 4), shots=(5, 3)),  # 3 MiB
+        *rows("broadcast", lines=(2, 4), shots=(22, 3)),  # 20 MiB
     ]
     assert thresholds(figures, 2) == {
         "ll128_one_step": {"2": 4 << 20},
         "ll128_two_steps": {"2": 4 << 20},
-        "ll128_row": {"2": 1 << 20},  # of rows, which are half of a buffer
+        "ll128_reduce_scatter": {"2": 1 << 20},  # of rows, which are half of a buffer
+        "ll128_broadcast": {"2": 16 << 20},
+        "ll128_row": {"2": 1 << 20},
         "push_reduce": {"2": 16 << 20},
         "push_reduce_scatter": {"2": 4 << 20},
     }
@@ -68,7 +71,8 @@ def test_two_steps_take_over_from_one_where_they_are_ahead() -> None:
     assert found["ll128_one_step"] == {"4": 1 << 19}
     assert found["ll128_two_steps"] == {"4": 8 << 20}
     assert found["push_reduce"] == found["push_reduce_scatter"] == {"4": MOST}  # never ahead
-    assert found["ll128_row"] == {"4": SIZES[-1] // 4}
+    assert found["ll128_row"] == found["ll128_reduce_scatter"] == {"4": SIZES[-1] // 4}
+    assert found["ll128_broadcast"] == {"4": 0}  # not measured
 
 
 @given(st.lists(st.tuples(*[st.floats(1, 9)] * 4), min_size=17, max_size=17), st.integers(2, 8))
@@ -80,7 +84,8 @@ def test_any_figures_give_tables_that_can_be_loaded(
         for name in tuning.COLLECTIVES
         for size, row in zip(SIZES, times, strict=True)
         for engine, us in zip((LINES, TWO_STEPS, SHOTS, PUSH), row, strict=True)
-        if engine != LINES or size // (ranks if name != "all_reduce" else 1) <= tuning.MOST_LINES
+        if engine != LINES
+        or size // (1 if name in ("all_reduce", "broadcast") else ranks) <= tuning.MOST_LINES
     ]
     Tables.with_entries("a test", thresholds(figures, ranks))
 
@@ -116,6 +121,7 @@ def test_the_command_measures_every_algorithm_and_writes_the_file(
             *rows("all_reduce", lines=(2, 4), shots=(8, 3), push=(20, 2)),
             *rows("reduce_scatter", lines=(2, 4), shots=(4, 3), push=(12, 2)),
             *rows("all_gather", lines=(2, 4), shots=(5, 3)),
+            *rows("broadcast", lines=(2, 4), shots=(5, 3)),
         ]
         return ""
 

@@ -38,7 +38,7 @@ def choose(patch: pytest.MonkeyPatch, algorithms: str) -> None:
     """Let calls of tests go the ways of larger ones; when the lanes are made."""
     if algorithms == "small":
         return
-    for table in ("LL128_ONE_STEP", "LL128_TWO_STEPS", "LL128_ROW"):
+    for table in (name for name in vars(device_tables) if name.startswith("LL128")):
         patch.setattr(device_tables, table, NONE)
     for table in ("PUSH_REDUCE", "PUSH_REDUCE_SCATTER"):
         patch.setattr(device_tables, table, ALL if algorithms == "largest" else {8: 1 << 62})

@@ -26,7 +26,8 @@ from cupy_zc.group import in_process
 __all__ = ["device"]  # a fixture
 
 NAMES = (
-    "ll128_one_step", "ll128_two_steps", "ll128_row", "ll_one_step", "push_reduce",
+    "ll128_one_step", "ll128_two_steps", "ll128_reduce_scatter", "ll128_broadcast", "ll128_row",
+    "ll_one_step", "push_reduce",
     "push_reduce_scatter", "multimem_ll",
 )  # fmt: skip
 

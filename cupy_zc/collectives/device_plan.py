@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 def sizes(ranks: int, tables: Tables | None = None) -> Sizes:
     """Capacities of the lanes of so many ranks."""
     ranks, tables = max(2, ranks), tables or Tables.own()
-    most = max(at(tables.ll128_one_step, ranks), at(tables.ll128_row, ranks), PATTERN_BYTES)
+    most = max(PATTERN_BYTES, *(at(tables.ll128(operation), ranks) for operation in Operation))
     steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
     lines = max(1, -(-most // LINE_DATA_16), steps)
     packs = -(-at(tables.ll_one_step, ranks) // 16)
@@ -200,9 +200,8 @@ def _low_latency(
             return None
         blocks = max(1, min(machine.blocks, row // 16 // THREADS))
         return Launch("ll", "ll.cu", "ll", True, blocks, THREADS, False, False, False)
-    one = two = at(tables.ll128_row, ranks)
-    if all_reduce:
-        one, two = at(tables.ll128_one_step, ranks), at(tables.ll128_two_steps, ranks)
+    one = at(tables.ll128(operation), ranks)
+    two = at(tables.ll128_two_steps, ranks) if all_reduce else one
     if row > max(one, two):
         return None
     two_step = row > one

@@ -33,7 +33,9 @@ VERSION = 1
 #: own part of all, then the results).
 LL128_ONE_STEP: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
 LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
-#: Largest row of the other collectives by LL128.
+#: Largest row of reduce_scatter by LL128, of broadcast, and of the other collectives.
+LL128_REDUCE_SCATTER: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+LL128_BROADCAST: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 LL128_ROW: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 #: Largest all_reduce by LL, whose packets carry as much flag as data.
 LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 32 << 10}
@@ -56,6 +58,8 @@ class Tables:
 
     ll128_one_step: Mapping[int, int]
     ll128_two_steps: Mapping[int, int]
+    ll128_reduce_scatter: Mapping[int, int]
+    ll128_broadcast: Mapping[int, int]
     ll128_row: Mapping[int, int]
     ll_one_step: Mapping[int, int]
     push_reduce: Mapping[int, int]
@@ -68,9 +72,18 @@ class Tables:
     def own(cls) -> Tables:
         """Those of the package."""
         return cls(
-            LL128_ONE_STEP, LL128_TWO_STEPS, LL128_ROW, LL_ONE_STEP, PUSH_REDUCE,
-            PUSH_REDUCE_SCATTER, device_multimem.MULTIMEM, device_multimem.MULTIMEM_LL,
+            LL128_ONE_STEP, LL128_TWO_STEPS, LL128_REDUCE_SCATTER, LL128_BROADCAST, LL128_ROW,
+            LL_ONE_STEP, PUSH_REDUCE, PUSH_REDUCE_SCATTER, device_multimem.MULTIMEM,
+            device_multimem.MULTIMEM_LL,
         )  # fmt: skip
+
+    def ll128(self, operation: Operation) -> Mapping[int, int]:
+        """Largest row of a collective in lines that are exchanged once."""
+        if operation is Operation.ALL_REDUCE:
+            return self.ll128_one_step
+        if operation is Operation.REDUCE_SCATTER:
+            return self.ll128_reduce_scatter
+        return self.ll128_broadcast if operation is Operation.BROADCAST else self.ll128_row
 
     @classmethod
     def with_entries(cls, where: str, entries: Any) -> Tables:

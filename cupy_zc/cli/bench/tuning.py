@@ -28,10 +28,13 @@ __all__ = [
 ]  # fmt: skip
 
 #: What is measured, and the largest row for which lines are tried, in bytes.
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MOST_LINES = 16 << 20
 
-_LINES = ("ll128_one_step", "ll128_two_steps", "ll128_row")
+_ONCE = ("ll128_one_step", "ll128_reduce_scatter", "ll128_broadcast", "ll128_row")
+_LINES = (*_ONCE, "ll128_two_steps")
+#: Collectives whose figures are by the bytes of a row.
+_OF_ROWS = ("all_reduce", "broadcast")
 _PUSHES = ("push_reduce", "push_reduce_scatter")
 
 
@@ -56,13 +59,13 @@ class Lines(_Forced):
     """LL128, all_reduce in one step."""
 
     entries: ClassVar[Mapping[str, int]] = {
-        "ll128_one_step": MOST_LINES, "ll128_row": MOST_LINES, "push_reduce": MOST,
-        "push_reduce_scatter": MOST,
-    }  # fmt: skip
+        **dict.fromkeys(_ONCE, MOST_LINES),
+        **dict.fromkeys(_PUSHES, MOST),
+    }
 
     def refuses(self, case: Case) -> str:
         """Rows for which lanes would be too large."""
-        row = case.nbytes if case.collective == "all_reduce" else case.nbytes // case.ranks
+        row = case.nbytes if case.collective in _OF_ROWS else case.nbytes // case.ranks
         return "a row is too large for lines" if row > MOST_LINES else super().refuses(case)
 
 
@@ -126,9 +129,9 @@ def thresholds(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, int]]:
     times: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row.get("metric") == "device_us" and row.get("us") is not None:
-            rows_of = 1 if row["collective"] == "all_reduce" else ranks
+            rows_of = 1 if row["collective"] in _OF_ROWS else ranks
             times[row["collective"]][row["bytes"] // rows_of][row["engine"]] = row["us"]
-    reduced, scattered, gathered = (times[name] for name in COLLECTIVES)
+    reduced, scattered, gathered, spread = (times[name] for name in COLLECTIVES)
     either = {
         size: {**here, LINES: min(here.get(LINES, MOST), here.get(TWO_STEPS, MOST))}
         for size, here in reduced.items()
@@ -136,9 +139,9 @@ def thresholds(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, int]]:
     found = {
         "ll128_one_step": _ahead_until(reduced, LINES, (TWO_STEPS, SHOTS, PUSH)),
         "ll128_two_steps": _ahead_until(either, LINES, (SHOTS, PUSH)),
-        "ll128_row": min(
-            _ahead_until(scattered, LINES, (SHOTS, PUSH)), _ahead_until(gathered, LINES, (SHOTS,))
-        ),
+        "ll128_reduce_scatter": _ahead_until(scattered, LINES, (SHOTS, PUSH)),
+        "ll128_broadcast": _ahead_until(spread, LINES, (SHOTS,)),
+        "ll128_row": _ahead_until(gathered, LINES, (SHOTS,)),
         "push_reduce": _ahead_from(reduced, PUSH, SHOTS),
         "push_reduce_scatter": _ahead_from(scattered, PUSH, SHOTS),
     }
