@@ -254,6 +254,25 @@ def test_a_loop_repeats_its_call_until_registrations_change(
         work.run(comms, body)
 
 
+def test_loops_over_several_arrays_of_one_shape_do_not_mix_them_up(device: EmulatedDriver) -> None:
+    """They share the arguments of a kernel, which a loop over one of them fills only once."""
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            arrays = [filled(comm, np.full(100, comm.rank + each, "f4")) for each in range(3)]
+            for turn in (0, 1, 1, 0, 0, 2, 2, 1, 2, 0):
+                comm.all_reduce(arrays[turn], arrays[turn])
+            comm.all_reduce(arrays[1], arrays[2])  # never made before
+            comm.all_reduce(arrays[1], arrays[1])
+            meet(comm)
+            # The first call adds up both ranks, each later one doubles what they have alike.
+            assert (got(arrays[0]) == 1 * 2**3).all()
+            assert (got(arrays[1]) == 3 * 2**3).all()
+            assert (got(arrays[2]) == 3 * 2**3).all()
+
+        work.run(comms, body)
+
+
 def test_more_arenas_than_the_first_table_has_are_reached(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,7 @@ class DeviceEngine(WithinNode):
         args.input_location = self._locate(source) if plan.input_remote else STAGED
         args.output_location = self._locate(target) if plan.output_remote else STAGED
         args.windows, args.arenas = self._windows.address, self._windows.arenas
+        args.filled_with = None
         shape.launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
         if call.operation is Operation.BARRIER:
             return

@@ -46,6 +46,9 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 class Args(ctypes.Structure):
     """The argument of every kernel; see ``cuda/types.cuh``."""
 
+    #: The values that say where the arrays are, where the same ones may come again.
+    filled_with: tuple[int, ...] | None = None
+
     _fields_ = (
         ("input", _u64), ("output", _u64), ("input_location", _u64), ("output_location", _u64),
         ("count", _u64), ("fingerprint", _u64), ("windows", _u64), ("error", _u64),
