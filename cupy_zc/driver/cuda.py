@@ -8,7 +8,6 @@ Works with cuda-bindings 12.9 and 13, whose result tuples agree in everything us
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from .cuda_multicast import CudaMulticast, CudaMulticastObject, require_team
 from .cuda_runtime import CudaEvent, record, runtime_call
 from .cuda_segments import CudaSegment, CudaSegments
 from .cuda_waiting import Waiting
+from .cuda_work import copy, fill, mapped_memory, plain_memory, wait_until_zero
 
 __all__ = ["CudaDriver", "CudaEvent"]
 
@@ -58,6 +58,10 @@ class CudaDriver:
     """
 
     name = "cuda"
+    load, launch = staticmethod(load), staticmethod(launch)
+    copy, fill = staticmethod(copy), staticmethod(fill)
+    wait_until_zero = staticmethod(wait_until_zero)
+    mapped_memory, plain_memory = staticmethod(mapped_memory), staticmethod(plain_memory)
 
     def __init__(self) -> None:
         call("cuInit", 0)
@@ -77,7 +81,6 @@ class CudaDriver:
         self.current_stream: Callable[[], Any] = cupy.cuda.get_current_stream
         self.is_capturing: Callable[[int], bool] = runtime.streamIsCapturing
         self.current_device: Callable[[], int] = runtime.getDevice
-        self.load, self.launch = load, launch
 
     # Devices
     def use_device(self, device: int) -> contextlib.AbstractContextManager[Any]:
@@ -347,24 +350,6 @@ class CudaDriver:
         """
         return lease_graph(graph)
 
-    def mapped_memory(self, size: int) -> cupy.cuda.PinnedMemory:
-        """Zeroed memory of the host that kernels of any device reach at the same address."""
-        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-        with runtime_call("cudaHostAlloc", f"size={size}"), relaxed_capture():
-            memory = cupy.cuda.PinnedMemory(size, flags)
-        ctypes.memset(memory.ptr, 0, size)
-        return memory
-
-    def wait_until_zero(self, stream: Any, address: int) -> None:
-        """Let later work of a stream wait until a word of 4 bytes is 0. It keeps no kernel busy."""
-        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        call("cuStreamWaitValue32", stream.ptr, address, 0, equal, detail=f"address={address:#x}")
-
-    def plain_memory(self, size: int) -> cupy.cuda.Memory:
-        """Memory of ``cudaMalloc``, which belongs to no segment; freed when it is dropped."""
-        with runtime_call("cudaMalloc", f"size={size}"), relaxed_capture():
-            return cupy.cuda.Memory(size)
-
     # Bytes, for those who may wait for them
     def read(self, address: int, size: int) -> bytes:
         """Copy device memory to the host, after all work of the current stream."""
@@ -376,20 +361,6 @@ class CudaDriver:
         """Copy host bytes to device memory, after all work of the current stream."""
         size = len(data)
         self._copy("cuMemcpyHtoDAsync", address, data, size, f"address={address:#x}, size={size}")
-
-    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
-        """Enqueue a copy of device memory."""
-        if not size:
-            return
-        with runtime_call("cudaMemcpyAsync", f"size={size}"):
-            runtime.memcpyAsync(target, source, size, runtime.memcpyDeviceToDevice, stream.ptr)
-
-    def fill(self, address: int, value: int, size: int, stream: Any) -> None:
-        """Enqueue to set bytes of device memory."""
-        if not size:
-            return
-        with runtime_call("cudaMemsetAsync", f"address={address:#x}, size={size}"):
-            runtime.memsetAsync(address, value, size, stream.ptr)
 
     def _copy(self, name: str, target: Any, source: Any, size: int, detail: str) -> None:
         if size == 0:
