@@ -39,6 +39,12 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         return f"Communicator.{self.operation.call}"
 
+    @property
+    def written(self) -> Any:
+        """The output; of the root of a broadcast its array, which has all that it would get."""
+        spreads = self.operation is Operation.BROADCAST and self.output is None
+        return self.input if spreads else self.output
+
 
 #: A barrier.
 BARRIER = Call(Operation.BARRIER, np.dtype(bool), 0, 0, 0, 0, 0, None, None, False, "")

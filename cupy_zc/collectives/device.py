@@ -217,7 +217,7 @@ class DeviceEngine(WithinNode):
             places.append(Place(-1, 0, work.clash, None))
         elif plan.input_remote:
             places.append(self._place(work.input, "the input"))
-        output = self._output(work)
+        output = work.written
         if plan.output_remote and output is not None:
             if work.operation is Operation.ALL_TO_ALL and work.in_place:
                 places.append(Place(-1, 0, "all_to_all in place stages the output", None))
@@ -300,7 +300,7 @@ class DeviceEngine(WithinNode):
             self._repeat = RepeatedLetter(self, made, done)
 
     def _enqueue(self, call: Call, stream: Any, lane: int) -> None:
-        source, target = call.input, self._output(call)
+        source, target = call.input, call.written
         if call.clash:
             source = self._copies.of(source.data.ptr, source.nbytes, stream)
         if self.size == 1:
@@ -349,15 +349,6 @@ class DeviceEngine(WithinNode):
             version == self._registry.version
             and self._windows.version == self._registry.windows.version
             and self.is_well()
-        )
-
-    @staticmethod
-    def _output(call: Call) -> Any:
-        """What a kernel writes: the root of a broadcast has its array as output, too."""
-        return (
-            call.input
-            if call.operation is Operation.BROADCAST and call.output is None
-            else call.output
         )
 
     def _shape_of(self, call: Call, number: int) -> Shape:
