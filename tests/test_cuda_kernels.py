@@ -101,6 +101,17 @@ def test_a_launch_that_cuda_refuses_says_which_and_why(fake: FakeBindings) -> No
     assert caught.value.result == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
+def test_who_cannot_be_sure_does_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that have no such wait, and bindings that ask captures in the old way."""
+    waits, plain = kernels.source("ll128.cu"), kernels.source("copy_rows.cu")
+    monkeypatch.setattr(cuda_kernels, "_CAPTURES_HAVE_OVERLAPS", True)
+    overlap = cuda_kernels._may_overlap
+    assert [overlap(waits, each) for each in (80, 89, 90, 100)] == [False, False, True, True]
+    assert not overlap(plain, 90)
+    monkeypatch.setattr(cuda_kernels, "_CAPTURES_HAVE_OVERLAPS", False)
+    assert not overlap(waits, 90)
+
+
 def entries(name: str, architecture: str) -> dict[str, str]:
     """The PTX of each kernel of a source."""
     text = ptx_of(kernels.source(name), architecture)

@@ -35,6 +35,9 @@ _OVERLAP = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SE
 _WAITS = "CUPY_ZC_KERNEL"
 #: The first architecture that has that wait.
 _SM_90 = 90
+#: cuda-bindings 12.9 asks a capture for its state in a way that it may refuse once it has kernels
+#: that overlap; from 13 on there is one name, and it has them. Nobody tried 12.9 on a GPU.
+_CAPTURES_HAVE_OVERLAPS = not hasattr(driver, "cuStreamGetCaptureInfo_v3")
 
 #: Functions that :func:`load` gave, as the bindings take them, and whether a launch may overlap
 #: with the end of the kernel before it.
@@ -49,7 +52,8 @@ def launch(function: int, blocks: int, threads: int, stream: Any, parameters: in
     """Launch a kernel.
 
     It starts while the kernel before it on the stream still ends, where it is one that waits for
-    that by itself and the GPU can (programmatic dependent launch, compute capability 9.0).
+    that by itself and the GPU can (programmatic dependent launch, compute capability 9.0; with
+    cuda-bindings 13).
 
     Args:
         function: What :func:`load` gave.
@@ -69,6 +73,10 @@ def launch(function: int, blocks: int, threads: int, stream: Any, parameters: in
     if result:
         detail = f"blocks={blocks}, threads={threads}, stream={stream.ptr:#x}"
         raise failure("cuLaunchKernelEx", result, detail)
+
+
+def _may_overlap(source: str, capability: int) -> bool:
+    return _CAPTURES_HAVE_OVERLAPS and _WAITS in source and capability >= _SM_90
 
 
 def _configure(
@@ -161,7 +169,7 @@ def _load(device: int, name: KernelName) -> tuple[int, Any]:
             source = kernels.source(name.source)
             function = cupy.RawModule(code=source, options=options).get_function(name.function)
             pointer: int = function.kernel.ptr
-            overlaps = _WAITS in source and int(cupy.cuda.Device().compute_capability) >= _SM_90
+            overlaps = _may_overlap(source, int(cupy.cuda.Device().compute_capability))
             _functions[pointer] = (driver.CUfunction(pointer), overlaps)
             return pointer, function
     except (
