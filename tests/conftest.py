@@ -57,6 +57,16 @@ def _gpus() -> tuple[int, str]:
     return count, f"the CUDA driver said {result.name} and shows {count} GPUs"
 
 
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the garbage collector's sight.
+
+    It stays until the end, thousands of tests of it, and each look for leaks went through it all:
+    most of the time of tests that look was this.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = max(
         (count for name, count in (("gpu", 1), ("multi_gpu", 2)) if item.get_closest_marker(name)),
