@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 from collections import Counter
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 
 # Before CuPy looks for CUDA: streams of ranks that share a GPU must not share one of its 8 queues.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Hundreds of tests start processes, each of which would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import cupy
 import group_workers
@@ -55,6 +58,31 @@ def _gpus() -> tuple[int, str]:
     except (ImportError, RuntimeError) as error:  # no cuda-bindings, or no libcuda
         return 0, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return count, f"the CUDA driver said {result.name} and shows {count} GPUs"
+
+
+def _freeze() -> None:
+    """Take all that there is out of the garbage collector's sight.
+
+    Most of it stays until the end: modules, thousands of tests, and what pytest keeps of each that
+    ran. Each look for leaks went through it all, and that was most of the time of tests that look.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Freezes between files, where fixtures of the last one are gone."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+    return result
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,12 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+def _slow(ranks: int) -> Any:
+    """A number of ranks between those that every run has: alone, and several of them."""
+    return pytest.param(ranks, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ranks", [1, _slow(2), 4])
 def test_the_digits_are_learnt_alike_on_any_number_of_ranks(ranks, tmp_path):
     said = report(run(DIGITS, "--steps", 150, "--plot", "curve.png", ranks=ranks, folder=tmp_path))
     assert said["ranks"].startswith(f"{ranks}, ")
@@ -102,7 +108,7 @@ def test_no_steps_are_refused(tmp_path):
     assert "--steps 0: expected at least 1" in result.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, _slow(2), 3, _slow(4)])
 def test_the_plate_is_as_warm_as_scipy_says(ranks, tmp_path):
     said = report(run(POISSON, "--size", 33, ranks=ranks, folder=tmp_path))
     assert said["ranks"].startswith(f"{ranks}, ")
@@ -134,7 +140,7 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
     assert "--size 1: expected at least one row for each of 2 ranks" in result.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, _slow(2), 3])
 def test_a_replayed_iteration_gives_the_bits_of_the_eager_one(ranks, tmp_path):
     said = report(run(GRAPH, "--size", 48, "--iterations", 120, ranks=ranks, folder=tmp_path))
     assert said["ranks"] == f"{ranks}, host engine"

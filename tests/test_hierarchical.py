@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import collective_workers as work
 import cupy
 import numpy as np
@@ -38,8 +42,22 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LARGE, None], ids=["small", "large", "default"])
-@pytest.mark.parametrize("node_of", PLACEMENTS.values(), ids=PLACEMENTS)
+#: Where algorithms change over, by name; ``None`` is where they do by default.
+SIZES = {"small": SMALL, "large": LARGE, "default": None}
+
+
+def _matrix() -> Iterator[Any]:
+    """All placements with all sizes, of which every run has those that differ most.
+
+    By default, arrays as small as these take the ways of ``SMALL``.
+    """
+    for (placement, node_of), (name, sizes) in itertools.product(PLACEMENTS.items(), SIZES.items()):
+        often = placement == "2 x 2" or (sizes is not None and len(node_of) < 8)
+        marks = [] if often or (len(node_of) == 8 and sizes is LARGE) else [pytest.mark.slow]
+        yield pytest.param(node_of, sizes, marks=marks, id=f"{placement}-{name}")
+
+
+@pytest.mark.parametrize(("node_of", "sizes"), [*_matrix()])
 def test_every_collective_does_what_numpy_says(
     node_of: tuple[int, ...], sizes: Sizes | None
 ) -> None:

@@ -176,8 +176,15 @@ def test_reductions_that_nccl_has_not_are_refused_with_what_it_has(
             comms[0].all_reduce(shorts, shorts)
 
 
-@pytest.mark.parametrize("late", [1, 3])
-@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("sizes", "late"),
+    [
+        pytest.param(SMALL, 1, id="small-1"),
+        pytest.param(LARGE, 3, id="large-3"),
+        pytest.param(SMALL, 3, id="small-3", marks=pytest.mark.slow),
+        pytest.param(LARGE, 1, id="large-1", marks=pytest.mark.slow),
+    ],
+)
 def test_no_node_takes_a_sum_that_misses_a_rank_of_another_one(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, sizes: Sizes, late: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import collective_workers as work
@@ -259,19 +258,21 @@ def test_a_replay_that_hangs_does_not_keep_a_forced_close(
     device: EmulatedDriver, careless: FakeNccl
 ) -> None:
     with ranks(device, timeout=1) as comms:
+        closed = threading.Event()
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.full(20, 7, "f4"))
             graph, stream = captured(comm, array)
             comm.barrier()
             if comm.rank:
-                time.sleep(3)  # it never replays
+                closed.wait(10)  # it never replays
             else:
                 graph.launch(stream)
                 with within(8):
                     comm.close(force=True)
                 assert stream.done
                 assert (got(array) == 7).all()
+                closed.set()
             del graph
 
         work.run(comms, body)

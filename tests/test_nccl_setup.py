@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -109,20 +109,25 @@ def test_versions_of_nccl_that_differ_are_a_mismatch(
     assert not nccl.world.alive
 
 
-def fails(name: str, function: str, rank: int, turn: int = 0) -> Any:
-    return pytest.param(function, rank, turn, id=name)
+#: By name: a function of NCCL, the rank where it fails, and in which turn.
+FAILS = {
+    "init of the first one": ("init", 1, 0),
+    "init of a later one": ("init", 0, 1),
+    "the sum": ("all_reduce", 1, 0),
+    "the first message": ("all_to_all", 0, 1),
+}
 
 
-@places
-@pytest.mark.parametrize(
-    ("function", "rank", "turn"),
-    [
-        fails("init of the first one", "init", 1),
-        fails("init of a later one", "init", 0, 1),
-        fails("the sum", "all_reduce", 1),
-        fails("the first message", "all_to_all", 0, 1),
-    ],
-)
+def _failures() -> Iterator[Any]:
+    """All in all places, of which every run has all in two and one in all."""
+    for (name, failure), (place, where) in itertools.product(FAILS.items(), PLACES.items()):
+        often = name == "init of the first one" or place in ("uneven", "2 x 2")
+        marks = [] if often else [pytest.mark.slow]
+        identity = f"{name}-{place.replace(' ', '-')}"
+        yield pytest.param(*failure, *where, id=identity, marks=marks)
+
+
+@pytest.mark.parametrize(("function", "rank", "turn", "backend", "node_of"), [*_failures()])
 def test_a_call_that_fails_on_one_rank_is_an_error_on_all(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl, backend: str,
     node_of: tuple[int, ...], function: str, rank: int, turn: int,

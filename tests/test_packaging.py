@@ -82,7 +82,12 @@ def test_the_wheel_installs_into_an_empty_environment_and_works(built, tmp_path)
         "print(cupy_zc.__file__, len(kernels.source('pattern.cu')) > 100, pool.used_bytes())"
     )
     result = subprocess.run(
-        [python, "-c", code], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [python, "-I", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
     )
     location, found, used = result.stdout.split()
     assert Path(location).is_relative_to(tmp_path)
