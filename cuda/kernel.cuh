@@ -4,8 +4,10 @@
 //   before    a kernel may be launched while those before it on the stream still run (programmatic
 //             dependent launch): it waits for them first of all, and sees what they wrote. The host
 //             launches no other kernels so
-//   next      a kernel may say let_next_kernel_start() where its blocks need no other block of any
-//             rank to start any more: the next one then takes room of the GPU, while this one ends
+//   next      a block may say let_next_kernel_start() once it knows that its counterparts on all
+//             ranks have started; the first of its threads to say so says it for the block. When all
+//             blocks have, the next kernel takes room of the GPU, which ranks may share, while this
+//             one ends
 //   launch    one-dimensional, a multiple of 32 threads up to 512; `blocks` of it fit on a
 //             multiprocessor. Its one parameter is called `args`
 #pragma once

@@ -62,7 +62,8 @@ class Move {
                 return;
             }
         }
-        if (FROM_ALL && TO_ALL) {
+        // A line of each peer was here: from the same block of that.
+        if (FROM_ALL && TO_ALL && line_group() < rows_.lines()) {
             let_next_kernel_start();
         }
     }

@@ -71,7 +71,9 @@ static __device__ __forceinline__ void one_step(const Args& args, const ElementR
             rows.store(0, line, pack);
         }
     }
-    let_next_kernel_start();
+    if (group < count) {  // a line of each peer was here: from the same block of that
+        let_next_kernel_start();
+    }
 }
 
 template <class R>
@@ -107,7 +109,6 @@ static __device__ __forceinline__ void two_steps(const Args& args, const Element
             rows.store(0, line, pack);
         }
     }
-    let_next_kernel_start();
 }
 
 template <class R>

@@ -36,7 +36,9 @@ static __device__ __forceinline__ void ll128_reduce_scatter(const Args& args) {
         }
         rows.store(0, line, pack);
     }
-    let_next_kernel_start();
+    if (line_group() < rows.lines()) {  // a line of each peer was here: from the same block of that
+        let_next_kernel_start();
+    }
 }
 
 }  // namespace cupy_zc

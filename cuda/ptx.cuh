@@ -8,8 +8,9 @@
 //   *_pair      two 8-byte words as one instruction; each word is whole, the pair need not be
 //   *_line      eight neighbouring lanes access one 128-byte line. They are at one place, by
 //               meet_mates or from_last_lane with no branch since that parts them, so that a store
-//               leaves, and a load is served, as one transaction. That no part of a line comes out
-//               of it older than its last word is a property of link (NVLink) and memory, which
+//               leaves, and a load is served, as one transaction. CUDA promises neither that lanes
+//               stay together so long, nor that no part of a line comes out of it older than its
+//               last word: that is a property of the hardware, its links (NVLink) included, which
 //               NCCL's LL128 relies on as well, and which set-up must have tested
 //   *_mates, from_last_lane   name eight lanes in their mask, and they alone: others of the warp
 //               may be anywhere, or have returned. A mask that is no constant costs tens of cycles:
@@ -128,7 +129,7 @@ static __device__ __forceinline__ void await_kernels_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may start once all blocks have said this or ended.
+// The next kernel may start once of each block a thread has said this, or all have ended.
 static __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -21,7 +21,8 @@
 //             which is a release at system scope. Later failures of the lane write nothing. The
 //             other blocks of a call that fails still run, for their peers must hear what was
 //             called
-//   order     both words of the state are touched by kernels of the own rank only: relaxed
+//   order     both words of the state are touched by kernels of the own rank only, but that the host
+//             may set the failure for good, to shut the lane: relaxed
 #pragma once
 
 #include "ptx.cuh"
@@ -63,8 +64,8 @@ class Beginning {
     __device__ __forceinline__ u64 number() const {
         CUPY_ZC_SHARED(u64, epoch);
         const u64 next = (state_ >> SHARE_BITS) + 1, number = failed_ == 0 || failed_ == next ? next : 0;
-        if (direct_) {
-            return number;
+        if (direct_) {  // the host may shut the lane right now: lanes that share lines go together
+            return from_last_lane(number != 0) != 0 ? next : 0;
         }
         if (threadIdx.x == 0) {
             epoch = number;
@@ -73,7 +74,7 @@ class Beginning {
         return epoch;
     }
 
-    // Behind `number`, in every call that runs: the call is counted.
+    // Behind `number`, where that is not 0: the call is counted.
     __device__ __forceinline__ void count() const {
         if (direct_) {
             __syncthreads();

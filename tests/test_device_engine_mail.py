@@ -11,6 +11,8 @@ from device_ranks import device, ranks
 from emulated_driver import EmulatedDriver
 
 from cupy_zc import Communicator, MismatchError
+from cupy_zc.collectives import device_mail
+from cupy_zc.collectives.device_mail import MailSizes
 
 __all__ = ["device"]  # a fixture
 
@@ -65,6 +67,35 @@ def test_send_recv_exchanges_arrays_and_meets_a_send_and_a_recv(
             else:
                 comm.send(source, 1)
                 comm.recv(target, 1)
+            meet(comm)
+            np.testing.assert_array_equal(got(target), wanted)
+
+        work.run(comms, body)
+
+
+@pytest.mark.parametrize("nbytes", [0, 511, 512, 513, 5000, 8191, 8192, 8193, 30_001])
+def test_a_message_that_many_blocks_pass_arrives_whole(
+    device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Up to 8 KiB as a letter, by one to three blocks, and by two where a send may wait."""
+    monkeypatch.setattr(device_mail, "LEAST_CHUNK", 512)
+    monkeypatch.setattr(device_mail, "KEPT_FREE", 2)
+    monkeypatch.setattr(MailSizes, "of", lambda *_: MailSizes(8192, 4, 2048, 2, 3))
+    with ranks(2, device) as comms:
+
+        def body(comm: Communicator) -> None:
+            given = np.random.default_rng(comm.rank).integers(0, 256, nbytes).astype("u1")
+            wanted = np.random.default_rng(1 - comm.rank).integers(0, 256, nbytes).astype("u1")
+            source, target = filled(comm, given), comm.empty(nbytes, "u1")
+            meet(comm)
+            for _ in range(3):
+                put(target, np.zeros(nbytes, "u1"))
+                comm.send_recv(source, target, 1 - comm.rank)
+                meet(comm)
+                np.testing.assert_array_equal(got(target), wanted)
+            put(target, np.zeros(nbytes, "u1"))
+            comm.send(source, 1 - comm.rank)
+            comm.recv(target, 1 - comm.rank)
             meet(comm)
             np.testing.assert_array_equal(got(target), wanted)
 

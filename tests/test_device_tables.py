@@ -86,6 +86,20 @@ def test_every_plan_of_a_file_fits_the_lanes_that_are_made_for_it(
             assert -(-count * 4 // 16) <= machine.sizes.ll_packs * (ranks - 1) // ranks
 
 
+def test_a_file_that_knows_one_table_of_rows_says_all_of_them(tmp_path: Path) -> None:
+    """Files were written before broadcast and reduce_scatter had tables of their own."""
+    tables = load_tables(file_of(tmp_path, {"ll128_row": {"2": 0}, "push_reduce": {"4": 7}}))
+    assert tables is not None
+    assert tables.ll128_row[2] == tables.ll128_broadcast[2] == tables.ll128_reduce_scatter[2] == 0
+    assert tables.ll128_broadcast[4] == Tables.own().ll128_broadcast[4]
+    both = {"ll128_row": {"2": 0}, "ll128_broadcast": {"4": 9}}
+    for entries in (both, dict(reversed(both.items()))):
+        tables = load_tables(file_of(tmp_path, entries))
+        assert tables is not None
+        assert tables.ll128_broadcast == {**Tables.own().ll128_broadcast, 4: 9}
+        assert tables.ll128_reduce_scatter[2] == 0
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [

@@ -184,6 +184,32 @@ def test_a_forked_stream_is_in_the_lease_of_its_capture(backend: str) -> None:
     on_all(backend, body)
 
 
+def test_a_collective_in_a_graph_waits_for_work_of_several_streams(backend: str) -> None:
+    """One kernel before it is of its own stream, which it may overlap, the other is not."""
+
+    def body(rank: Rank) -> None:
+        one, two, three = (rank.empty() for _ in range(3))
+        for value, array in enumerate((one, two, three), 1):
+            rank.fill(array, value)
+        rank.stream.synchronize()
+        with rank.capturing() as made:
+            rank.comm.all_reduce(one, one)
+            rank.other.wait_event(rank.stream.record())
+            enqueue(lambda: view(two).__iadd__(view(one)), rank.other)
+            rank.comm.all_reduce(three, three)
+            rank.stream.wait_event(rank.other.record())
+            rank.comm.all_reduce(two, two)
+        graph = made.pop()
+        for wanted in ((2, 8, 6), (4, 24, 12), (8, 64, 24)):
+            graph.launch(rank.stream)
+            assert [set(rank.read(each).tolist()) for each in (one, two, three)] == [
+                {value} for value in wanted
+            ]
+        rank.meet()
+
+    on_all(backend, body)
+
+
 def test_a_different_count_on_one_rank_is_an_error_on_all(backend: str) -> None:
     def body(rank: Rank) -> None:
         array = rank.empty()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -135,14 +136,58 @@ def test_taking_away_a_part_of_the_protocol_is_noticed(cache: Path, name: str) -
         assert "data race" in said
 
 
-def test_shares_of_blocks_that_do_not_make_a_whole_call_are_noticed(cache: Path) -> None:
+def indirect(mutate: Callable[[str, str], str] | None = None) -> Callable[[str, str], str]:
+    """As in large grids: one thread of a block reads the number of the call."""
+    always = mutant("wait.cuh", "DIRECT_BLOCKS = 40", "DIRECT_BLOCKS = 0")
+    return always if mutate is None else lambda name, text: mutate(name, always(name, text))
+
+
+def test_blocks_of_large_grids_pass_the_number_of_the_call_on(cache: Path) -> None:
+    cases = ("ll128", "ll", "two_shot", "all_gather")
+    exercise(build(cache, SMALL, indirect()), cases, threads=False)
+    exercise(build(cache, SANITIZED, indirect()), ("ll128", "two_shot"), threads=True)
+    nothing = indirect(
+        mutant("wait.cuh", "            epoch = number;\n", "            epoch = 0;\n")
+    )
+    with pytest.raises(AssertionError):
+        exercise(build(cache, SMALL, nothing), ("ll128",), threads=False)
+
+
+def test_a_thread_that_heard_from_nobody_lets_no_kernel_start(cache: Path) -> None:
+    """Blocks of the next call could take the room of a rank that shares the GPU."""
+    early = mutant("ll128.cu", "    if (group < count) {", "    {")
+    launch = launch_of(np.random.default_rng(6), "ll128", 2, FLOAT32, count=77)
+    launch.blocks, launch.threads = 1, 64
+    with (
+        Emulation(build(cache, SMALL, early)) as running,
+        pytest.raises(AssertionError, match="before it heard from the other ranks"),
+    ):
+        check(launch, running.run(launch))
+
+
+REST = "blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each"
+
+
+def counted_by(
+    cache: Path, mutate: Callable[[str, str], str], *, blocks: int, threads: int
+) -> None:
+    """Calls are counted right, and wrong with a mutation, which is noticed."""
     launch = launch_of(np.random.default_rng(6), "ll128", 2, FLOAT32, count=600, repeats=4)
-    launch.blocks, launch.threads, launch.budget = 3, 32, 50 * 10**6
+    launch.blocks, launch.threads, launch.budget = blocks, threads, 50 * 10**6
     with Emulation(build(cache, SMALL)) as running:
         check(launch, running.run(launch))
-    rest = mutant("wait.cuh", "blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each", "each")
-    with Emulation(build(cache, SMALL, rest)) as running, pytest.raises(AssertionError):
-        check(launch, running.run(launch))
+    with Emulation(build(cache, SMALL, mutate)) as running, pytest.raises(AssertionError):
+        for _ in range(20):
+            check(launch, running.run(launch))
+
+
+def test_shares_of_blocks_that_do_not_make_a_whole_call_are_noticed(cache: Path) -> None:
+    counted_by(cache, mutant("wait.cuh", REST, "each"), blocks=3, threads=32)
+
+
+def test_a_call_that_is_counted_before_all_threads_have_its_number_is_noticed(cache: Path) -> None:
+    meeting = "        if (direct_) {\n            __syncthreads();\n        }\n"
+    counted_by(cache, mutant("wait.cuh", meeting, ""), blocks=1, threads=512)
 
 
 def test_a_barrier_that_some_threads_never_reach_ends_the_emulation(cache: Path) -> None:

@@ -5,7 +5,8 @@ those of a machine and writes a file, which ``CUPY_ZC_PLAN`` names:
 
     {"version": 1, "tables": {"push_reduce": {"2": 8388608}, "multimem": {"broadcast": {"4": 1}}}}
 
-What it does not say is as below. Numbers of ranks between two take the entry of the next.
+What it does not say is as below, but that ``ll128_row`` alone also says what ``ll128_broadcast``
+and ``ll128_reduce_scatter`` are. Numbers of ranks between two take the entry of the next.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 3
 #: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
 PUSH_REDUCE: Mapping[int, int] = {2: 12 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
 PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 32 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
+
+#: Tables that a file may say by that of all rows.
+_ROWS = frozenset({"ll128_broadcast", "ll128_reduce_scatter"})
 
 #: What an entry may be: lanes have buffers for the largest row of the low-latency algorithms.
 MOST, MOST_BUFFERED = 1 << 40, 64 << 20
@@ -103,7 +107,9 @@ class Tables:
             if name not in known:
                 raise InvalidValueError(where, "a table", name, f"one of {', '.join(known)}")
             if name != "multimem":
-                known[name] = {**known[name], **_entries(where, name, table)}
+                given = _entries(where, name, table)
+                for each in (name, *(_ROWS - entries.keys() if name == "ll128_row" else ())):
+                    known[each] = {**known[each], **given}
                 continue
             known[name] = dict(known[name])
             for call, of_operation in _items(where, name, table):

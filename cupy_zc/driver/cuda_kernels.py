@@ -13,6 +13,7 @@ import hashlib
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from importlib.metadata import version
 from typing import Any
 
 import cuda.bindings.driver as driver
@@ -36,8 +37,10 @@ _WAITS = "CUPY_ZC_KERNEL"
 #: The first architecture that has that wait.
 _SM_90 = 90
 #: cuda-bindings 12.9 asks a capture for its state in a way that it may refuse once it has kernels
-#: that overlap; from 13 on there is one name, and it has them. Nobody tried 12.9 on a GPU.
-_CAPTURES_HAVE_OVERLAPS = not hasattr(driver, "cuStreamGetCaptureInfo_v3")
+#: that overlap; nobody tried that on a GPU.
+_CAPTURES_HAVE_OVERLAPS = int(version("cuda-bindings").partition(".")[0]) >= 13
+#: The legacy default stream, which 0 is not where the bindings are told to take another one for it.
+_LEGACY = 1
 
 #: Functions that :func:`load` gave, as the bindings take them, and whether a launch may overlap
 #: with the end of the kernel before it.
@@ -86,7 +89,7 @@ def _configure(
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = 0, driver.CUstream(stream)
+    config.sharedMemBytes, config.hStream = 0, driver.CUstream(stream or _LEGACY)
     if overlaps:
         attribute = driver.CUlaunchAttribute()
         attribute.id = _OVERLAP

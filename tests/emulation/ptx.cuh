@@ -62,6 +62,7 @@ inline Pack load_line(const u64* line) {
     return load_pair(line + threadIdx.x % 8 * 2);
 #else
     emulation::perhaps_yield();
+    emulation::current->had_line = true;
     const uint64_t* const words = emulation::eight(0, 0, [line](uint64_t*, uint64_t* out) {
         for (int i = 15; i >= 0; --i) {
             out[i] = __atomic_load_n(line + i, __ATOMIC_RELAXED);
@@ -91,8 +92,14 @@ inline bool atomic_claim(u64* at, u64 value) {
     return __atomic_compare_exchange_n(at, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-inline void await_kernels_before() {}  // kernels of a stream run one after the other
-inline void let_next_kernel_start() {}
+// Kernels of a stream run one after the other. But a thread may only say that the next one may start
+// when it has had a line, and with it the word of its counterparts.
+inline void await_kernels_before() { emulation::current->had_line = false; }
+inline void let_next_kernel_start() {
+    if (!emulation::current->had_line) {
+        emulation::die("lets the next kernel start before it heard from the other ranks");
+    }
+}
 
 inline u64 nanoseconds() { return emulation::now(); }
 inline void spin(bool) { emulation::yield(); }

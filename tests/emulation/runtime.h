@@ -90,6 +90,7 @@ struct Fiber {
     unsigned turn = 0;  // barriers passed
     // Of aliases: fenced since it last came together with others, and stored since the last fence.
     bool fenced = false, unfenced_store = false;
+    bool had_line = false;  // polled one, in this kernel
     jmp_buf state;
     bool started = false, done = false;
     char* stack = nullptr;
