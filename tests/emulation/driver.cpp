@@ -226,6 +226,7 @@ void serve(const Launch& launch) {
             }
         }
     }
+    emulation::alone = size == 1;
     const Host host(records, launch.lost, launch.lost_after);
     host.join(fibers);
     emulation::run(fibers, launch.seed);

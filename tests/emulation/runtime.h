@@ -39,6 +39,8 @@ struct Index {
     unsigned x;
 };
 
+inline bool alone = false;  // one rank, which has nobody to hear from
+
 [[noreturn]] inline void die(const char* why) {
     std::fprintf(stderr, "emulation: %s\n", why);
     std::abort();
