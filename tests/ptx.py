@@ -11,6 +11,11 @@ __all__ = ["ptx_of"]
 _FOLDER = str(kernels.path("types.cuh").parent)
 
 
+def _room(size: int) -> bytes:
+    """Bytes for NVRTC to write to: never one, of which there is one object for all of the process."""
+    return bytes(size + 2)
+
+
 def ptx_of(source: str, architecture: str, *defines: str) -> str:
     """PTX text; of NVRTC itself, as cuda.core asks the driver for its version before that."""
     error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
@@ -21,11 +26,11 @@ def ptx_of(source: str, architecture: str, *defines: str) -> str:
     ]  # fmt: skip
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [each.encode() for each in options])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = _room(size)
     nvrtc.nvrtcGetProgramLog(program, log)
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log[: size - 1].decode()
     _, size = nvrtc.nvrtcGetPTXSize(program)
-    text = b" " * size
+    text = _room(size)
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
-    return bytes(text).decode()
+    return text[: size - 1].decode()

@@ -146,5 +146,11 @@ def test_only_kernels_whose_blocks_hear_from_all_ranks_let_the_next_one_start() 
     assert early == {"ll128", "ll128_all_gather", "ll128_all_to_all", "ll128_reduce_scatter"}
 
 
+def test_to_compile_changes_no_bytes_of_others() -> None:
+    """NVRTC ended its empty log in the one object that b" " is, for all of the process."""
+    ptx_of("", "compute_90")
+    assert [ord(bytes([each])) for each in range(256)] == list(range(256))
+
+
 def test_kernels_of_older_architectures_do_without_the_wait() -> None:
     assert all("griddepcontrol" not in code for code in entries("ll128.cu", "compute_80").values())
