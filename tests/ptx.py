@@ -12,7 +12,7 @@ _FOLDER = str(kernels.path("types.cuh").parent)
 
 
 def _room(size: int) -> bytes:
-    """Bytes for NVRTC to write to: never one, of which there is one object for all of the process."""
+    """Bytes for NVRTC to write to: never one, of which the process has one object for all."""
     return bytes(size + 2)
 
 
