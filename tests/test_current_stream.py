@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from emulated_driver import emulated_device
 
 import cupy_zc
 from cupy_zc import Communicator, MemoryPool
+from cupy_zc.driver import host_stream
 from cupy_zc.driver.api import using_stream
 from cupy_zc.driver.host import HostDriver
 
@@ -92,3 +94,22 @@ def test_no_module_enters_a_stream(source: Path) -> None:
         if isinstance(item.context_expr, (ast.Name, ast.Attribute))
     ]
     assert not [name for name in entered if name.rpartition(".")[2].endswith(("stream", "side"))]
+
+
+def test_a_finalizer_may_ask_for_the_stream_in_the_first_question_of_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ends: an AttributeError where the collector runs while a thread gets a state of its own."""
+    driver = HostDriver()
+    make = host_stream._ThreadState.__init__
+    asked: list[tuple[Any, int]] = []
+
+    def interrupted(state: Any, null: Any) -> None:
+        asked.append((driver.current_stream(), driver.current_device()))
+        make(state, null)
+
+    monkeypatch.setattr(host_stream._ThreadState, "__init__", interrupted)
+    with ThreadPoolExecutor(1) as pool:
+        own = pool.submit(driver.current_stream).result(timeout=10)
+    assert asked == [(own, 0)]
+    assert own.ptr == 0

@@ -36,7 +36,12 @@ _pointers = itertools.count(0x1000, 0x10)
 
 
 class _ThreadState(threading.local):
-    """A thread's current device, and the current stream of each device."""
+    """A thread's current device, and the current stream of each device.
+
+    The collector may run what asks for them while a thread's own ones are being made.
+    """
+
+    device = 0
 
     def __init__(self, null: tuple[HostStream, ...]) -> None:
         self.device = 0
@@ -85,7 +90,10 @@ class HostStreams:
 
     def current_stream(self) -> HostStream:
         """The calling thread's current stream on its current device."""
-        return self.state.stream
+        try:
+            return self.state.stream
+        except AttributeError:  # a finalizer asks, in the middle of the thread's first question
+            return self.null[0]
 
     def current_device(self) -> int:
         """The calling thread's current device."""

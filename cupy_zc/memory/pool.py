@@ -94,7 +94,8 @@ class MemoryPool(cupy.cuda.MemoryPool):  # type: ignore[misc]
 
     def _start(self) -> None:
         """Begin with nothing: at first, and in the child after a fork."""
-        self._making = threading.Lock()
+        #: The collector may run what allocates while the lock is held.
+        self._making = threading.RLock()
         self._devices: dict[int, DevicePool] = {}
         #: For the fast path: stream key to size to blocks, and the same for the legacy default
         #: stream of each device. Recordings take them away, so that :meth:`_serve` sees all.

@@ -26,7 +26,9 @@ class Region:
     __slots__ = ("_holder", "_late", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # The collector may run between the lock and the note of its holder, or the other way round:
+        # what it runs enters and leaves then, as nothing is under way.
+        self._lock = threading.RLock()
         self._holder = 0
         self._late: list[Callable[[], None]] = []
 
@@ -50,10 +52,10 @@ class Region:
         self._holder = threading.get_ident()
 
     def __exit__(self, *exception: object) -> None:
-        late = self._late
-        if late:
-            self._late = []
-        self._holder = 0
+        self._holder = 0  # from here on nothing of this thread comes to wait
+        late: list[Callable[[], None]] = []
+        if self._late:  # taken before others are inside, who may have some of their own
+            late, self._late = self._late, late
         self._lock.release()
         for call in late:
             call()
