@@ -1,9 +1,9 @@
 """How a CUDA driver call is made: by name, with its result turned into a value or an error.
 
 Nothing else in the package calls ``cuda.bindings.driver``, but for the launch of a kernel, which
-every collective pays for (``cuda_kernels.py``). :func:`call` is one line in each place
-that needs the driver, so every failure names its call, result, arguments and likely cause, and a
-test can put a recording fake behind all of them at once.
+every collective pays for (``cuda_kernels.py``). :func:`call` is one line in each place that needs
+the driver, so every failure names its call, result, arguments and likely cause, and a test can put
+a recording fake behind all of them at once.
 
 Contexts
 --------
