@@ -4,7 +4,8 @@
 //   number    of a message on its channel, from 1: the order of the launches on either side. It
 //             lives in device memory and is advanced by the block that is the last to leave, when
 //             all others have read it. So replaying a graph is like calling again
-//   flag      of a letter's packets: that of the number, see packets.cuh
+//   flag      of a header, which is a packet: that of the number, see packets.cuh. A line of data has
+//             the number itself in its last 8 bytes; for lines, see lines.cuh
 //   until     one wait, by any threads of a block; they must come together afterwards. It fails,
 //             and all has been reported, where it lasts and the mail of this rank has failed, or
 //             the peer refused a message, and where the budget is spent: then the peer is named.
@@ -51,16 +52,7 @@ class Channel {
     __device__ __forceinline__ bool until(const Ready& ready) const {
         Timer timer;
         while (!ready()) {
-            if (!timer.due(args_.budget)) {
-                continue;
-            }
-            if (!alive()) {
-                return false;
-            }
-            const u64 lost = timer.lost(args_.error);
-            if (lost != 0 || timer.waited() >= args_.budget) {
-                const u32 rank = lost == 0 ? peer() : static_cast<u32>(lost - 1);
-                report(CODE_TIMEOUT, rank, number_, timer.waited(), part.fingerprint);
+            if (over(timer)) {
                 return false;
             }
         }
@@ -108,12 +100,25 @@ class Channel {
         return good;
     }
 
-    // Packets of 16 bytes of the data of a letter.
-    __device__ __forceinline__ void send(u64 index, const Pack& pack) const {
-        store_packets(packets_of(index), pack, flag());
+    // A line of the data of a letter, by eight lanes together; the same answer on all of them.
+    __device__ __forceinline__ void send(u32 line, const Pack& pack) const {
+        meet_mates();
+        store_line(place(line), {pack.low, line_lane() == 7 ? number_ : pack.high});
     }
-    __device__ __forceinline__ bool take(u64 index, Pack& pack) const {
-        return alive_until([&] { return load_packets(packets_of(index), flag(), pack); });
+    __device__ __forceinline__ bool take(u32 line, Pack& pack) const {
+        enum : u32 { AGAIN, COMPLETE, FAILURE };
+        const u64* const from = place(line);
+        Timer timer;
+        u32 verdict = AGAIN;
+        meet_mates();
+        do {
+            pack = load_line(from);
+            if (line_lane() == 7) {
+                verdict = pack.high == number_ ? COMPLETE : over(timer) ? FAILURE : AGAIN;
+            }
+            verdict = from_last_lane(verdict);
+        } while (verdict == AGAIN);
+        return verdict == COMPLETE;
     }
 
     // Of the own block: slots passed in earlier messages; what the other side counts, and how far
@@ -155,6 +160,23 @@ class Channel {
         return push ? mine().push : mine().drain;
     }
 
+    // After a poll that found nothing: true once the wait has failed, and is reported.
+    __device__ __forceinline__ bool over(Timer& timer) const {
+        if (!timer.due(args_.budget)) {
+            return false;
+        }
+        if (!alive()) {
+            return true;
+        }
+        const u64 lost = timer.lost(args_.error);
+        if (lost != 0 || timer.waited() >= args_.budget) {
+            const u32 rank = lost == 0 ? peer() : static_cast<u32>(lost - 1);
+            report(CODE_TIMEOUT, rank, number_, timer.waited(), part.fingerprint);
+            return true;
+        }
+        return false;
+    }
+
     // The channel is in the memory of the rank that drains it.
     __device__ __forceinline__ u64 base() const {
         const u64 place = push ? seat(args_.rank, peer()) : seat(peer(), args_.rank);
@@ -165,8 +187,8 @@ class Channel {
     __device__ __forceinline__ u64* letter() const {
         return &memory<u64>(base() + (number_ & (args_.letters - 1)) * letter_bytes(args_.letter));
     }
-    __device__ __forceinline__ u64* packets_of(u64 index) const {
-        return letter() + (LINE_BYTES + index * PACKET_BYTES) / 8;
+    __device__ __forceinline__ u64* place(u32 line) const {  // behind the header
+        return letter() + (line + 1) * (LINE_BYTES / 8);
     }
     __device__ __forceinline__ u64 flag() const { return packet_flag(number_); }
 

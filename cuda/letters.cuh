@@ -2,43 +2,52 @@
 //
 // Contract
 //   letters   every message takes the next letter of its channel: a header of {fingerprint, bytes
-//             and blocks} and, where the data fit, the data, in packets: one way over the link. Any
-//             number of blocks may push it, and any number drain it; each of these looks at the
-//             header before it writes: a message that is not expected writes nothing
+//             and blocks} and, where the data fit, the data, in lines (lines.cuh): one way over the
+//             link. Any number of blocks may push it, and any number drain it; each of these looks at
+//             the header before it writes: a message that is not expected writes nothing
 //   reuse     the pusher is at most `letters` ahead of `taken`, which the last block to leave stores
-//             when all blocks have the values of all packets that they read: they have compared the
-//             flags in them, so no later packet can be what they saw
+//             when all blocks have the data of all lines that they read: each came with its flag, so
+//             no later line can be what they saw
 #pragma once
 
 #include "channel.cuh"
 
 namespace cupy_zc {
 
-static __device__ __forceinline__ u32 bytes_of_pack(u64 bytes, u64 index) {
-    return static_cast<u32>(bytes - index * 16 < 16 ? bytes - index * 16 : 16);
-}
+// This lane's part of a line, of which the last one may have less, or none.
+struct LinePart {
+    u64 address;
+    u32 bytes;
 
-static __device__ __forceinline__ Pack load_part(const MailPart& part, u64 index) {
-    return load_pack<1>(part.array + index * 16, bytes_of_pack(part.bytes, index));
-}
+    __device__ __forceinline__ LinePart(const MailPart& part, u32 line) {
+        const u64 at = static_cast<u64>(line) * LINE_DATA + line_lane() * 16;
+        const u64 left = part.bytes > at ? part.bytes - at : 0;
+        const u32 most = line_lane() == 7 ? 8 : 16;
+        address = part.array + at;
+        bytes = left < most ? static_cast<u32>(left) : most;
+    }
+    __device__ __forceinline__ Pack load() const { return load_pack<1>(address, bytes); }
+    __device__ __forceinline__ void store(const Pack& pack) const {
+        store_pack<1>(address, bytes, pack);
+    }
+};
 
-// The packs of a letter that this block passes: its chunk. Numbers of 32 bits, as registers are few.
-static __device__ __forceinline__ u32 first_pack(const Channel& channel) {
-    return channel.block * (channel.part.chunk / 16);
+// The lines of a letter that this block passes: its chunk. Numbers of 32 bits, as registers are few.
+static __device__ __forceinline__ u32 first_line(const Channel& channel) {
+    return channel.block * (channel.part.chunk / LINE_DATA);
 }
-static __device__ __forceinline__ u32 end_of_packs(const Channel& channel) {
-    const u32 all = (static_cast<u32>(channel.part.bytes) + 15) / 16;
-    const u32 end = first_pack(channel) + channel.part.chunk / 16;
+static __device__ __forceinline__ u32 end_of_lines(const Channel& channel) {
+    const u32 all = (static_cast<u32>(channel.part.bytes) + LINE_DATA - 1) / LINE_DATA;
+    const u32 end = first_line(channel) + channel.part.chunk / LINE_DATA;
     return end < all ? end : all;
 }
 
 static __device__ __forceinline__ void push_letter(const Channel& channel) {
-    const MailPart& part = channel.part;
-    const u32 end = end_of_packs(channel);
-    u32 i = first_pack(channel) + threadIdx.x;
+    const u32 end = end_of_lines(channel);
+    u32 line = first_line(channel) + threadIdx.x / 8;
     Pack pack = {0, 0};
-    if (i < end) {
-        pack = load_part(part, i);  // its way is not longer than that of the words
+    if (line < end) {
+        pack = LinePart(channel.part, line).load();  // its way is not longer than that of the words
     }
     bool good = true;
     if (threadIdx.x == 0) {
@@ -50,11 +59,11 @@ static __device__ __forceinline__ void push_letter(const Channel& channel) {
     if (channel.block == 0 && threadIdx.x == blockDim.x - 1) {
         channel.send_header();
     }
-    while (i < end) {
-        channel.send(i, pack);
-        i += blockDim.x;
-        if (i < end) {
-            pack = load_part(part, i);
+    while (line < end) {
+        channel.send(line, pack);
+        line += blockDim.x / 8;
+        if (line < end) {
+            pack = LinePart(channel.part, line).load();
         }
     }
     if (threadIdx.x == 0) {
@@ -63,19 +72,20 @@ static __device__ __forceinline__ void push_letter(const Channel& channel) {
 }
 
 static __device__ __forceinline__ void drain_letter(const Channel& channel) {
-    const MailPart& part = channel.part;
-    const u32 end = end_of_packs(channel);
-    u32 i = first_pack(channel) + threadIdx.x;
+    const u32 end = end_of_lines(channel);
+    u32 line = first_line(channel) + threadIdx.x / 8;
     Pack pack = {0, 0};
-    bool good = threadIdx.x != blockDim.x - 1 || channel.greet() != 0;
-    good = good && (i >= end || channel.take(i, pack));
+    // One lane looks at the header; those that share a line with it go its way.
+    const bool expected = threadIdx.x != blockDim.x - 1 || channel.greet() != 0;
+    bool good = from_last_lane(expected) != 0;
+    good = good && (line >= end || channel.take(line, pack));
     if (!__syncthreads_and(good)) {
         return;
     }
-    while (good && i < end) {
-        store_pack<1>(part.array + i * 16, bytes_of_pack(part.bytes, i), pack);
-        i += blockDim.x;
-        good = i >= end || channel.take(i, pack);
+    while (good && line < end) {
+        LinePart(channel.part, line).store(pack);
+        line += blockDim.x / 8;
+        good = line >= end || channel.take(line, pack);
     }
     if (__syncthreads_and(good) && threadIdx.x == 0) {
         channel.leave();

@@ -28,7 +28,6 @@ static __device__ __forceinline__ u64 line_group() {
 static __device__ __forceinline__ u64 line_groups() {
     return gridDim.x * static_cast<u64>(blockDim.x) / 8;
 }
-static __device__ __forceinline__ u32 line_lane() { return threadIdx.x % 8; }
 
 constexpr u32 BATCH = 4;  // lines that eight lanes have under way at a time
 

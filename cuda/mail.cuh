@@ -23,6 +23,7 @@ namespace cupy_zc {
 constexpr u32 MAX_TRACKS = 64;
 constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
 constexpr u64 LEAST_CHUNK = 8192;
+constexpr u32 LINE_DATA = 120;  // bytes of data in a line
 
 struct MailPart {
     u64 array;        // address of what to push, or of where to drain to: any alignment
@@ -33,7 +34,7 @@ struct MailPart {
     u32 blocks;       // that pass it; 0 where the launch does not push, or does not drain. A drain of
                       // slots has one for every track that a push of so many bytes may take
     u32 chunk;        // bytes that a block passes at a time: see chunk_of; of a letter, all that it
-                      // passes, a multiple of 16
+                      // passes, a multiple of LINE_DATA
 };
 static_assert(sizeof(MailPart) == 48, "the host fills 48 bytes");
 static_assert(MAX_TRACKS < (1ull << (64 - BLOCKS_SHIFT)), "a header has room for any number");
@@ -44,7 +45,8 @@ struct MailArgs {
     u64 error;             // address of an ErrorRecord, zeroed by the host; one for each area
     u64 lane;              // a number for the record
     u64 budget;            // nanoseconds that a wait may last
-    u64 letter;            // bytes of data that a letter holds: a multiple of 64, or 0; below 4 GiB
+    u64 letter;            // bytes of data that a letter holds: less than 4 GiB, and 0 where links do
+                           // not keep lines whole
     u64 slot;              // bytes of a slot: a multiple of 128, less than 4 GiB
     u32 letters;           // of a channel: a power of two
     u32 slots;             // of a track: a power of two
@@ -85,7 +87,7 @@ struct Area {
 static_assert(sizeof(Area) == 19584, "the host adds 19584 bytes to those of the channels");
 
 __device__ constexpr u64 letter_bytes(u64 letter) {
-    return LINE_BYTES + letter / 16 * PACKET_BYTES;  // the header has a line of its own
+    return LINE_BYTES * (1 + (letter + LINE_DATA - 1) / LINE_DATA);  // the header has a line, too
 }
 __device__ constexpr u64 channel_bytes(u64 letter, u64 letters, u64 slot, u64 slots, u64 tracks) {
     return letters * letter_bytes(letter) + tracks * slots * slot;
@@ -94,7 +96,7 @@ __device__ constexpr u64 mail_bytes(u32 size, u64 letter, u64 letters, u64 slot,
                                     u64 tracks) {
     return sizeof(Area) + (size - 1) * channel_bytes(letter, letters, slot, slots, tracks);
 }
-static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 2176 + 65536),
+static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 1280 + 65536),
               "as the host counts it");
 
 // Bytes of a chunk of slots, which the host says as well: so many that every track has one, but no more than a

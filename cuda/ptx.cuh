@@ -74,12 +74,14 @@ static __device__ __forceinline__ u32 line_mates() { return 0xffu << (threadIdx.
 
 static __device__ __forceinline__ void meet_mates() { __syncwarp(line_mates()); }
 
+static __device__ __forceinline__ u32 line_lane() { return threadIdx.x & 7u; }
+
 static __device__ __forceinline__ void store_line(u64* line, Pack pack) {
-    store_pair(line + (threadIdx.x & 7u) * 2, pack);
+    store_pair(line + line_lane() * 2, pack);
 }
 
 static __device__ __forceinline__ Pack load_line(const u64* line) {
-    return load_pair(line + (threadIdx.x & 7u) * 2);
+    return load_pair(line + line_lane() * 2);
 }
 
 // What the last of the eight lanes passes: it is the one that sees the flag of a line.

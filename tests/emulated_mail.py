@@ -43,7 +43,7 @@ class Scene:
     letters: int = 2
     slots: int = 2
     tracks: int = 3
-    letter: int = 64
+    letter: int = 120
     slot: int = 128
     #: Nanoseconds: of the virtual clock, or the real one with threads.
     budget: int = 10**12

@@ -7,7 +7,7 @@ from emulated_mail import Scene, content
 
 __all__ = ["BOUNDARIES", "any_scene", "ring", "swap"]
 
-#: Around a letter (64), a slot (128), all tracks (384), a full ring (768), and several rings.
+#: Around a letter (120), a slot (128), all tracks (384), a full ring (768), and several rings.
 BOUNDARIES = (
     0,
     1,
@@ -15,9 +15,12 @@ BOUNDARIES = (
     16,
     17,
     61,
-    63,
-    64,
-    65,
+    111,
+    112,
+    113,
+    119,
+    120,
+    121,
     127,
     128,
     129,
@@ -65,7 +68,7 @@ def any_scene(rng: np.random.Generator, size: int, events: int, largest: int = 2
         letters=int(rng.choice([1, 2, 4])),
         slots=int(rng.choice([1, 2, 4])),
         tracks=int(rng.integers(1, 4)),
-        letter=int(rng.choice([0, 64, 640])),
+        letter=int(rng.choice([0, 120, 600])),
         slot=int(rng.choice([128, 256])),
     )
     for _ in range(events):

@@ -78,9 +78,9 @@ def test_a_message_that_many_blocks_pass_arrives_whole(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
     """Up to 8 KiB as a letter, by one to three blocks, and by two where a send may wait."""
-    monkeypatch.setattr(device_mail, "LEAST_CHUNK", 512)
+    monkeypatch.setattr(device_mail, "LEAST_SHEET", 480)
     monkeypatch.setattr(device_mail, "KEPT_FREE", 2)
-    monkeypatch.setattr(MailSizes, "of", lambda *_: MailSizes(8192, 4, 2048, 2, 3))
+    monkeypatch.setattr(MailSizes, "of", lambda *_, **__: MailSizes(8192, 4, 2048, 2, 3))
     with ranks(2, device) as comms:
 
         def body(comm: Communicator) -> None:

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from cupy_zc.collectives import device_args, device_lane, device_mail
 from cupy_zc.collectives.device_args import Args, Record, Sizes
 from cupy_zc.collectives.device_mail import (
-    LEAST_CHUNK,
+    LEAST_SHEET,
     MAX_TRACKS,
     MailArgs,
     MailPart,
     MailSizes,
 )
+from cupy_zc.collectives.device_plan import LINE_DATA
 
 STRUCTURES: dict[str, Any] = {
     "Args": Args, "ErrorRecord": Record, "MailPart": MailPart, "MailArgs": MailArgs,
@@ -122,13 +123,13 @@ def test_a_message_has_no_more_blocks_than_it_has_work_for(
     sizes = MailSizes(letter, 2, slot, 2, MAX_TRACKS)
     blocks = sizes.blocks(nbytes, most)
     assert 1 <= blocks <= most
-    share = LEAST_CHUNK if nbytes <= letter else sizes.chunk(nbytes)
+    share = LEAST_SHEET if nbytes <= letter else sizes.chunk(nbytes)
     assert (blocks - 1) * share < max(1, nbytes), "every block has something to pass"
     assert blocks == most or blocks * share >= nbytes, "none has more than its share"
     chunk = sizes.chunk_of_block(nbytes, blocks)
     if nbytes <= letter:
-        assert chunk % 16 == 0
-        assert nbytes <= blocks * chunk < nbytes + 16 * blocks
+        assert chunk % LINE_DATA == 0
+        assert nbytes <= blocks * chunk < nbytes + LINE_DATA * blocks
     else:
         assert chunk == sizes.chunk(nbytes)
     assert blocks <= sizes.blocks(nbytes, MAX_TRACKS), "a drain has a block for each of a push"

@@ -107,7 +107,7 @@ def test_an_exchange_meets_a_send_and_a_recv(mail: Mail, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("tracks", [1, 2, 3])
-@pytest.mark.parametrize("nbytes", [SMALL, 65, MIDDLE, 384, LARGE])
+@pytest.mark.parametrize("nbytes", [SMALL, 121, MIDDLE, 384, LARGE])
 def test_a_sender_may_use_fewer_tracks_than_its_receiver_has(
     mail: Mail, rng: np.random.Generator, nbytes: int, tracks: int
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_shorter_or_longer_letter_than_expected_is_noticed_long_before_the_dea
     mail: Mail, rng: np.random.Generator, sent: int, threads: int
 ) -> None:
     """The header is looked at first, even where every thread waits for data of its own."""
-    scene = Scene(2, threads=threads, letter=640, budget=10**15)
+    scene = Scene(2, threads=threads, letter=720, budget=10**15)
     scene.add(0, Call(1, content(rng, sent), sent=OTHER))
     call = scene.recv(1, 0, 620)
     outcome = mail.play(scene)

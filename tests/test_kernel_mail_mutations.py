@@ -38,7 +38,7 @@ def refused(
     fingerprint: int,
     threads: int = 32,
     budget: int = 50_000_000,
-    letter: int = 64,
+    letter: int = 120,
 ) -> None:
     rng = np.random.default_rng(sent)
     scene = Scene(2, threads, budget=budget, letter=letter)
@@ -64,7 +64,7 @@ def exercise(program: Path) -> None:
         for nbytes in (0, 40, 300, 3000):
             refused(mail, nbytes, nbytes, FINGERPRINT + 1)
             refused(mail, nbytes, nbytes + 1, FINGERPRINT)
-        refused(mail, 600, 600, FINGERPRINT + 1, letter=640)
+        refused(mail, 600, 600, FINGERPRINT + 1, letter=600)
 
 
 #: What is taken away: (file, from, to).
@@ -76,7 +76,7 @@ MUTATIONS = {
     "wait for a slot": ("mail.cu", "channel.lead() > passed", "channel.lead() + 99 > passed"),
     "room for a slot": ("channel.cuh", "push ? args_.slots : 0", "push ? args_.slots + 1 : 0"),
     "room for a letter": ("channel.cuh", "args_.letters >=", "args_.letters + 1 >="),
-    "flags of data": ("channel.cuh", "flag(), pack);", "flag(), pack) || true;"),
+    "flags of data": ("channel.cuh", "pack.high == number_ ? COMPLETE", "true ? COMPLETE"),
     "flags of a header": ("channel.cuh", "flag(), header);", "flag(), header) || true;"),
     "flags other than 0": ("packets.cuh", "number % 0xffffffff + 1", "number"),
     "comparison of fingerprints": ("channel.cuh", "header.low == part.fingerprint && ", ""),
@@ -84,10 +84,10 @@ MUTATIONS = {
     "header of a letter before its data": (
         "letters.cuh", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
     "header for each block of a letter": (
-        "letters.cuh", "bool good = threadIdx.x != blockDim.x - 1 ||",
-        "bool good = channel.block != 0 || threadIdx.x != blockDim.x - 1 ||"),
-    "packs of a block": (
-        "letters.cuh", "const u32 end = first_pack(channel) + ", "const u32 end = "),
+        "letters.cuh", "expected = threadIdx.x != blockDim.x - 1 ||",
+        "expected = channel.block != 0 || threadIdx.x != blockDim.x - 1 ||"),
+    "lines of a block": (
+        "letters.cuh", "const u32 end = first_line(channel) + ", "const u32 end = "),
     "header of slots before their data": (
         "mail.cu", "tracks = channel.greet();", "tracks = channel.part.blocks;"),
     "tracks of the sender": (

@@ -109,7 +109,8 @@ class DeviceEngine(WithinNode):
         self._open_lane(0)
         if self.size > 1 and not lines_are_whole(self._lanes[0], registry, self._side):
             self._machine = dataclasses.replace(self._machine, whole_lines=False)
-        sizes = MailSizes.of(self.size, self._machine.blocks)
+        machine = self._machine
+        sizes = MailSizes.of(self.size, machine.blocks, whole_lines=machine.whole_lines)
         area = heap.reserve(sizes.area_bytes(self.size))
         parts = (registry, heap, area, checker, sizes, self._records, self._copies, timeout)
         self._mail = step(registry, "set up mail", lambda: DeviceMail(*parts))

@@ -20,7 +20,7 @@ from .checks import Checker
 from .device_args import mix, nanoseconds, unmix
 from .device_copies import Copies
 from .device_lane import Records
-from .device_plan import KEPT_FREE, THREADS
+from .device_plan import KEPT_FREE, LINE_DATA, THREADS
 from .dtypes import DTYPES
 from .own_mail import OwnMail, apart
 from .point_to_point import Letter, Parcel
@@ -30,8 +30,9 @@ __all__ = ["DeviceMail", "MailArgs", "MailLaunch", "MailPart", "MailSizes"]
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
 MAX_TRACKS = 64
-#: What is worth a block, in bytes: of a chunk, and of a letter, where each thread has 16.
-LEAST_CHUNK = 8192
+#: What is worth a block, in bytes: of a chunk of slots, and of a letter, where eight threads of a
+#: block have a line each.
+LEAST_CHUNK, LEAST_SHEET = 8192, THREADS // 8 * LINE_DATA
 
 
 class MailPart(ctypes.Structure):
@@ -64,26 +65,32 @@ class MailSizes(NamedTuple):
     tracks: int
 
     @classmethod
-    def of(cls, ranks: int, blocks: int) -> MailSizes:
-        """For so many ranks and blocks of a launch: a track of either direction is a block."""
+    def of(cls, ranks: int, blocks: int, *, whole_lines: bool) -> MailSizes:
+        """For so many ranks and blocks of a launch: a track of either direction is a block.
+
+        Args:
+            ranks: How many.
+            blocks: Of a launch, at most.
+            whole_lines: Whether the links keep lines whole; else letters have no data.
+        """
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        letter, slot = (256 << 10, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
-        return cls(letter, 8, slot, 2, tracks)
+        letter, slot = (1 << 20, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
+        return cls(letter if whole_lines else 0, 8, slot, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""
-        letters = self.letters * (128 + 2 * self.letter)
+        letters = self.letters * 128 * (1 + -(-self.letter // LINE_DATA))
         return 19584 + (ranks - 1) * (letters + self.tracks * self.slots * self.slot)
 
     def blocks(self, nbytes: int, most: int) -> int:
         """Blocks of one side of a message, which may have so many: each has a track of slots."""
-        share = LEAST_CHUNK if nbytes <= self.letter else self.chunk(nbytes)
+        share = LEAST_SHEET if nbytes <= self.letter else self.chunk(nbytes)
         return max(1, min(most, -(-nbytes // share)))
 
     def chunk_of_block(self, nbytes: int, blocks: int) -> int:
         """``MailPart.chunk`` of a message that so many blocks pass."""
         if nbytes <= self.letter:
-            return round_up(-(-nbytes // blocks), 16)
+            return -(-nbytes // (blocks * LINE_DATA)) * LINE_DATA
         return self.chunk(nbytes)
 
     def chunk(self, nbytes: int) -> int:

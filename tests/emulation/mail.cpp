@@ -121,7 +121,7 @@ void renew(const Scene& scene) {
 }
 
 constexpr u64 NOBODY = ~0ull;  // the peer of a part that a call does not have
-constexpr u64 SHEET = 64;      // bytes of a letter that are worth a block
+constexpr u64 SHEET = LINE_DATA;  // bytes of a letter that are worth a block
 
 MailPart part_of(const Scene& scene, u64 peer, u64 bytes, u64 fingerprint, u64 array, u64 most) {
     if (peer == NOBODY) {
@@ -131,7 +131,7 @@ MailPart part_of(const Scene& scene, u64 peer, u64 bytes, u64 fingerprint, u64 a
     u64 chunk = slots ? chunk_of(bytes, scene.tracks, scene.slot) : SHEET;
     const u64 blocks = std::max<u64>(1, std::min((bytes + chunk - 1) / chunk, most));
     if (!slots) {
-        chunk = ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
+        chunk = ((bytes + blocks - 1) / blocks + SHEET - 1) / SHEET * SHEET;
     }
     return {array, bytes, fingerprint, reinterpret_cast<u64>(&area_of(peer)), peer,
             static_cast<u32>(blocks), static_cast<u32>(chunk)};

@@ -47,6 +47,7 @@ inline void store_pair(u64* at, Pack pack) {
     store_relaxed(at + 1, pack.high);
 }
 
+inline u32 line_lane() { return threadIdx.x % 8; }
 inline void meet_mates() {}  // the eight meet where the line is stored
 
 inline void store_line(u64* line, Pack pack) {
@@ -59,7 +60,7 @@ inline void store_line(u64* line, Pack pack) {
 }
 inline Pack load_line(const u64* line) {
 #ifdef EMULATION_SPLIT_LINES
-    return load_pair(line + threadIdx.x % 8 * 2);
+    return load_pair(line + line_lane() * 2);
 #else
     emulation::perhaps_yield();
     emulation::current->had_line = true;

@@ -6,7 +6,7 @@
  *
  * What is where in the kernels
  *   Pusher, Drainer   one block of a track: push_letter(), drain_letter(), pass_slots()
- *   header, body      packets of a letter, which have their own flags: flag(), of FLAGS here
+ *   header, body      of a letter, whole with their flags: a packet, and lines; of FLAGS here
  *   slot              data of large messages, stored plainly; filled and drained are gate() and
  *                     post(): released, acquired
  *   messages, tickets of Progress: leave()
