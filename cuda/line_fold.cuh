@@ -55,19 +55,4 @@ static __device__ __forceinline__ bool reduce(const Args& args, const Lines& lin
     return true;
 }
 
-// The same for full lines of the one peer that there is, `stride` apart.
-template <class R>
-static __device__ __forceinline__ bool reduce_batch(const Args& args, const Lines& lines, u32 line,
-                                                    u32 stride, Pack (&packs)[BATCH]) {
-    Pack theirs[BATCH];
-    if (!lines.take_batch(1 - args.rank, line, stride, theirs)) {
-        return false;
-    }
-#pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) {
-        packs[i] = fold_two<R>(args, packs[i], theirs[i]);
-    }
-    return true;
-}
-
 }  // namespace cupy_zc

@@ -30,9 +30,6 @@ class Rows {
         return bytes_ == 0 ? 1 : (bytes_ + DATA - 1) / DATA;
     }
 
-    // The first lines of a row, which lanes read and write by whole words.
-    __device__ __forceinline__ u64 full() const { return full_; }
-
     __device__ __forceinline__ u64 input(u32 row) const { return args_.input + row * bytes_; }
     __device__ __forceinline__ u64 output(u32 row) const { return args_.output + row * bytes_; }
 
@@ -48,28 +45,6 @@ class Rows {
             store_full(row, line, pack);
         } else {
             store_pack<UNIT>(output(row) + first(line), units(line), pack);
-        }
-    }
-
-    // The same of a line that is known to be full.
-    __device__ __forceinline__ Pack load_full(u32 row, u64 line) const {
-        const u64 from = input(row) + first(line);
-        Pack pack = {0, 0};
-        if (has_low()) {
-            pack.low = memory<const u64>(from);
-        }
-        if (has_high()) {
-            pack.high = memory<const u64>(from + 8);
-        }
-        return pack;
-    }
-    __device__ __forceinline__ void store_full(u32 row, u64 line, const Pack& pack) const {
-        const u64 to = output(row) + first(line);
-        if (has_low()) {
-            memory<u64>(to) = pack.low;
-        }
-        if (has_high()) {
-            memory<u64>(to + 8) = pack.high;
         }
     }
 
@@ -98,6 +73,28 @@ class Rows {
     }
 
    private:
+    // Of a line that is known to be full.
+    __device__ __forceinline__ Pack load_full(u32 row, u64 line) const {
+        const u64 from = input(row) + first(line);
+        Pack pack = {0, 0};
+        if (has_low()) {
+            pack.low = memory<const u64>(from);
+        }
+        if (has_high()) {
+            pack.high = memory<const u64>(from + 8);
+        }
+        return pack;
+    }
+    __device__ __forceinline__ void store_full(u32 row, u64 line, const Pack& pack) const {
+        const u64 to = output(row) + first(line);
+        if (has_low()) {
+            memory<u64>(to) = pack.low;
+        }
+        if (has_high()) {
+            memory<u64>(to + 8) = pack.high;
+        }
+    }
+
     // Whether the line has data in the halves of this lane's part.
     static __device__ __forceinline__ bool has_low() { return DATA > 112 || line_lane() != 7; }
     static __device__ __forceinline__ bool has_high() { return line_lane() != 7; }
@@ -112,7 +109,7 @@ class Rows {
 
     const Args& args_;
     const u64 bytes_;
-    u64 full_;
+    u64 full_;  // the first lines of a row, which lanes read and write by whole words
 };
 
 }  // namespace cupy_zc

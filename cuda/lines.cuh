@@ -29,8 +29,6 @@ static __device__ __forceinline__ u64 line_groups() {
     return gridDim.x * static_cast<u64>(blockDim.x) / 8;
 }
 
-constexpr u32 BATCH = 4;  // lines that eight lanes have under way at a time
-
 class Lines {
    public:
     __device__ __forceinline__ Lines(const Args& args, u64 epoch)
@@ -38,6 +36,13 @@ class Lines {
           epoch_(epoch),
           flag_(epoch << 24 | (args_.fingerprint & 0xffffff)),
           parity_(static_cast<u32>(epoch) & 1) {}
+
+    // The same with the flags of a later turn, of lines that have the places of earlier ones.
+    __device__ __forceinline__ Lines of_turn(u32 turn) const {
+        Lines lines = *this;
+        lines.flag_ = epoch_ << 24 | ((args_.fingerprint + turn) & 0xffffff);
+        return lines;
+    }
 
     __device__ __forceinline__ void send_to(u32 peer, u64 line, const Pack& pack) const {
         meet_mates();
@@ -71,35 +76,6 @@ class Lines {
         do {
             pack = load_line(from);
             verdict = judge(is_old(pack) ? peer : args_.size, watch);
-        } while (verdict == AGAIN);
-        return verdict == COMPLETE;
-    }
-
-    // BATCH lines of one peer, `stride` apart: what takes long is under way for all of them.
-    __device__ __forceinline__ void send_batch(u32 peer, u32 line, u32 stride,
-                                               const Pack (&packs)[BATCH]) const {
-        meet_mates();
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            store(peer, line + i * stride, packs[i]);
-        }
-    }
-    __device__ __forceinline__ bool take_batch(u32 peer, u32 line, u32 stride,
-                                               Pack (&packs)[BATCH]) const {
-        Watch watch;
-        Verdict verdict;
-        meet_mates();
-        do {
-            bool old = false;
-#pragma unroll
-            for (u32 i = 0; i < BATCH; ++i) {
-                packs[i] = load_line(place(args_.rank, peer, line + i * stride));
-            }
-#pragma unroll
-            for (u32 i = 0; i < BATCH; ++i) {
-                old = old || is_old(packs[i]);
-            }
-            verdict = judge(old ? peer : args_.size, watch);
         } while (verdict == AGAIN);
         return verdict == COMPLETE;
     }
@@ -161,7 +137,7 @@ class Lines {
 
     const Args& args_;
     const u64 epoch_;
-    const u64 flag_;
+    u64 flag_;
     const u32 parity_;
 };
 

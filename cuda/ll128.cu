@@ -1,5 +1,5 @@
 // All-reduce of small and middle messages in lines of 128 bytes (LL128): no barrier, no
-// registration.
+// registration. Between two ranks, ll128_pair.cu takes its place.
 //
 // Contract
 //   memory    any, registered or not, any alignment, in place or not; data pass through the buffers
@@ -17,59 +17,22 @@
 
 namespace cupy_zc {
 
-// Where a group has many lines it takes full ones by batches, between two ranks. Gives the first
-// line that is left.
-template <class Work>
-static __device__ __forceinline__ u32 by_batches(const Args& args, u64 full, const Work& work) {
-    const u32 stride = static_cast<u32>(line_groups());
-    u32 line = static_cast<u32>(line_group());
-    while (args.size == 2 && line + (BATCH - 1) * stride < full && work(line, stride)) {
-        line += BATCH * stride;
-    }
-    return line;
-}
-
 template <class R>
 static __device__ __forceinline__ void one_step(const Args& args, const ElementRows<R>& rows,
                                                 const Lines& lines, const Pack& first,
                                                 const Beginning& beginning, u64 epoch) {
     const u32 groups = static_cast<u32>(line_groups()), group = static_cast<u32>(line_group());
     const u32 count = static_cast<u32>(rows.lines());
-    u32 line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
-        Pack packs[BATCH];
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            packs[i] = rows.load_full(0, at + i * stride);
-        }
-        lines.send_batch(1 - args.rank, at, stride, packs);
-        return true;
-    });
-    for (; line < count; line += groups) {
+    for (u32 line = group; line < count; line += groups) {
         lines.send(line, line == group ? first : rows.load(0, line));
     }
     follow_up(args, beginning, epoch);
-    bool there = true;
-    line = by_batches(args, rows.full(), [&](u32 at, u32 stride) {
-        Pack packs[BATCH];
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            packs[i] = rows.load_full(0, at + i * stride);
-        }
-        there = reduce_batch<R>(args, lines, at, stride, packs);
-#pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-            if (there) {
-                rows.store_full(0, at + i * stride, packs[i]);
-            }
-        }
-        return there;
-    });
-    for (; there && line < count; line += groups) {
+    for (u32 line = group; line < count; line += groups) {
         Pack pack = line == group ? first : rows.load(0, line);
-        there = reduce<R>(args, lines, line, pack);
-        if (there) {
-            rows.store(0, line, pack);
+        if (!reduce<R>(args, lines, line, pack)) {
+            return;
         }
+        rows.store(0, line, pack);
     }
     if (group < count) {  // a line of each peer was here: from the same block of that
         let_next_kernel_start();

@@ -1,5 +1,6 @@
 // Collectives that only move data, of small and middle messages, in lines of 128 bytes (LL128): no
-// barrier, no registration. all_gather, all_to_all, broadcast, scatter, gather.
+// barrier, no registration. all_gather, all_to_all, broadcast, scatter, gather. The first two between
+// two ranks: ll128_pair_move.cu.
 //
 // Contract
 //   memory    any, registered or not, any alignment, bytes that nobody interprets; data pass

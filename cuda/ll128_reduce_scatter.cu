@@ -1,5 +1,6 @@
 // Reduce-scatter of small and middle messages in lines of 128 bytes (LL128): no barrier, no
-// registration. Rank r reduces row r of all inputs into its output.
+// registration. Rank r reduces row r of all inputs into its output. Between two ranks,
+// ll128_pair.cu takes its place.
 //
 // Contract
 //   memory    any, registered or not, any alignment; data pass through the buffers of the lane,

@@ -33,7 +33,8 @@ KERNELS |= {
     f"ll128_{name}": number
     for number, name in (
         (20, "all_gather"), (21, "all_to_all"), (22, "broadcast"), (23, "scatter"), (24, "gather"),
-        (40, "reduce_scatter"), (41, "reduce"),
+        (25, "pair_all_gather"), (26, "pair_all_to_all"), (40, "reduce_scatter"), (41, "reduce"),
+        (42, "pair_all_reduce"), (43, "pair_reduce_scatter"),
     )
 }  # fmt: skip
 KERNELS |= {"push_reduce": 60, "push_reduce_scatter": 61}

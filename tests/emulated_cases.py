@@ -73,12 +73,17 @@ def reduced(operation: str, inputs: list[Array]) -> Array:
         return total.astype(dtype)
 
 
+def call_of(kernel: str) -> str:
+    """What a kernel of lines does, by the name of the kernel that does it without."""
+    return kernel.removeprefix("ll128_").removeprefix("pair_")
+
+
 def expected(launch: Launch) -> list[Array | None]:
     """The outputs of all ranks; None where a rank's output must not be touched."""
     inputs, size = [rank.input for rank in launch.ranks], len(launch.ranks)
     root, name = launch.root, OPERATIONS[launch.operation]
-    kernel = launch.kernel.removeprefix("ll128_")
-    if kernel in ("ll128", "ll", "two_shot", "reduce"):
+    kernel = call_of(launch.kernel)
+    if kernel in ("ll128", "ll", "two_shot", "reduce", "all_reduce"):
         result = reduced(name, inputs)
         return [result if root in (EVERY_RANK, rank) else None for rank in range(size)]
     if kernel == "reduce_scatter":
@@ -163,7 +168,7 @@ def same(one: Array, other: Array) -> bool:
 def check(launch: Launch, outcomes: list[Outcome]) -> None:
     """Every rank has what NumPy says, bit for bit, and nothing else was written."""
     name, dtype = OPERATIONS[launch.operation], DTYPES[launch.element]
-    kernel = launch.kernel.removeprefix("ll128_")
+    kernel = call_of(launch.kernel)
     wanted = expected(launch)
     first = next(
         each.output for each, want in zip(outcomes, wanted, strict=True) if want is not None

@@ -6,14 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 from emulated import EVERY_RANK, POISON, Launch, Outcome, Rank
-from emulated_cases import DTYPES, expected, launch_of, same, values
+from emulated_cases import DTYPES, SIZES, call_of, expected, launch_of, same, values
 
-#: The collectives in lines, the all-reduce aside.
-LINES_REDUCING = ("ll128_reduce_scatter", "ll128_reduce")
+#: The collectives in lines, the all-reduce of many ranks aside.
+LINES_REDUCING = (
+    "ll128_reduce_scatter", "ll128_reduce", "ll128_pair_all_reduce", "ll128_pair_reduce_scatter",
+)  # fmt: skip
 LINES_MOVING = (
     "ll128_all_gather", "ll128_all_to_all", "ll128_broadcast", "ll128_scatter", "ll128_gather",
+    "ll128_pair_all_gather", "ll128_pair_all_to_all",
 )  # fmt: skip
 LINES = LINES_REDUCING + LINES_MOVING
+#: Those for two ranks alone; and for how many each is.
+PAIRED = tuple(kernel for kernel in LINES if "_pair_" in kernel)
+LINES_OF_SIZES = [
+    (kernel, size) for kernel in LINES for size in SIZES if size == 2 or kernel not in PAIRED
+]
 #: Kernels of other kinds, which share lanes with them.
 OTHERS = ("ll128", "ll", "two_shot", "all_to_all", "broadcast", "gather")
 
@@ -33,14 +41,20 @@ def line_launch(
     count: int,
     repeats: int = 1,
 ) -> Launch:
-    """A launch with room for the lines of one row and not one more."""
-    case = kernel.removeprefix("ll128_")
-    launch = launch_of(rng, case, size, element, operation, count=count, repeats=repeats)
+    """A launch with room for the lines of one row, or of a ring, and not one more."""
+    launch = launch_of(rng, call_of(kernel), size, element, operation, count=count, repeats=repeats)
     launch.kernel = kernel
     itemsize = DTYPES[element].itemsize
     data = 112 if itemsize == 16 and kernel in LINES_REDUCING else 120
     launch.lines = max(1, -(-count * itemsize // data))
+    if kernel in PAIRED:
+        launch.lines = min(launch.lines, 4 * launch.blocks * launch.threads // 8)
     return launch
+
+
+def size_of(kernel: str) -> int:
+    """A number of ranks that it is for."""
+    return 2 if kernel in PAIRED else 3
 
 
 def plain(launch: Launch) -> Launch:
@@ -67,10 +81,11 @@ def mixed_launch(
     repeats: int,
 ) -> Launch:
     """Calls of many kinds and roots, one after the other; arrays have a row for each rank."""
+    kernels = tuple(kernel for kernel in kernels if size == 2 or kernel not in PAIRED)
     rooted = ("broadcast", "scatter", "gather", "reduce")
     calls = []
     for kernel in rng.choice(kernels, repeats):
-        needs_root = str(kernel).removeprefix("ll128_") in rooted
+        needs_root = call_of(str(kernel)) in rooted
         calls.append((str(kernel), int(rng.integers(size)) if needs_root else EVERY_RANK))
     skews = rng.integers(0, 3, (size, 2)) * DTYPES[element].itemsize
     ranks = [
@@ -94,7 +109,7 @@ def check_mixed(launch: Launch, outcomes: list[Outcome]) -> None:
     calls = launch.ranks[0].calls
     assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), outcomes
     for number, (kernel, root) in enumerate(calls):
-        name = kernel.removeprefix("ll128_")
+        name = call_of(kernel)
         rows = len(outcomes) if name in ("reduce_scatter", "all_to_all", "scatter") else 1
         each = [
             replace(rank, input=rank.input[number : number + 1, :rows]) for rank in launch.ranks

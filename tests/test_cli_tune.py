@@ -85,7 +85,7 @@ def test_any_figures_give_tables_that_can_be_loaded(
         for size, row in zip(SIZES, times, strict=True)
         for engine, us in zip((LINES, TWO_STEPS, SHOTS, PUSH), row, strict=True)
         if engine != LINES
-        or size // (1 if name in ("all_reduce", "broadcast") else ranks) <= tuning.MOST_LINES
+        or size // (1 if name in ("all_reduce", "broadcast") else ranks) <= tuning.most_lines(ranks)
     ]
     Tables.with_entries("a test", thresholds(figures, ranks))
 

@@ -143,7 +143,9 @@ def test_only_kernels_whose_blocks_hear_from_all_ranks_let_the_next_one_start() 
         for kernel, code in entries(name, "compute_90").items()
         if "griddepcontrol.launch_dependents" in code
     }
-    assert early == {"ll128", "ll128_all_gather", "ll128_all_to_all", "ll128_reduce_scatter"}
+    calls = ("all_gather", "all_to_all", "reduce_scatter")
+    pairs = {f"ll128_pair_{call}" for call in (*calls, "all_reduce")}
+    assert early == {"ll128", *(f"ll128_{call}" for call in calls), *pairs}
 
 
 def test_to_compile_changes_no_bytes_of_others() -> None:

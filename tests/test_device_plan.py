@@ -19,6 +19,8 @@ from cupy_zc.collectives.device_plan import (
     CHUNK,
     LINE_DATA,
     LINE_DATA_16,
+    PAIRED,
+    Launch,
     Machine,
     device_plan,
     sizes,
@@ -36,6 +38,14 @@ _machines = st.builds(
 _items = st.sampled_from([1, 2, 4, 8, 16])
 
 
+def places_of(plan: Launch, lines: int, ranks: int) -> int:
+    """The places that so many lines take in the buffer for a peer."""
+    if plan.two_step:
+        return 2 * -(-lines // ranks)
+    ring = 4 * plan.blocks * plan.threads // 8
+    return min(lines, ring) if "pair" in plan.function else lines
+
+
 @given(st.sampled_from(Operation), st.integers(0, 1 << 44), _items, _machines, st.booleans())
 def test_a_plan_fits_the_machine_and_the_lane(
     operation: Operation, count: int, itemsize: int, machine: Machine, in_switch: bool
@@ -45,7 +55,9 @@ def test_a_plan_fits_the_machine_and_the_lane(
     if machine.ranks == 1:
         assert plan.algorithm == "copy"
         return
-    assert 1 <= plan.blocks <= machine.blocks
+    pair = "pair" in plan.function
+    assert 1 <= plan.blocks <= min(256, machine.blocks * (2 if pair else 1))
+    assert not pair or (machine.ranks == 2 and operation in PAIRED)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     nbytes = count * itemsize
@@ -56,9 +68,7 @@ def test_a_plan_fits_the_machine_and_the_lane(
         assert machine.whole_lines
         sixteen = itemsize == 16 and ROLES[operation].reduces
         lines = max(1, -(-nbytes // (LINE_DATA_16 if sixteen else LINE_DATA)))
-        if plan.two_step:
-            lines = 2 * -(-lines // machine.ranks)
-        assert lines <= machine.sizes.ll128_lines
+        assert places_of(plan, lines, machine.ranks) <= machine.sizes.ll128_lines
     if plan.algorithm == "push_reduce":
         assert plan.blocks % 2 == 0
         return
@@ -75,7 +85,11 @@ def test_a_plan_names_a_kernel_that_there_is(
         assert not plan.function
         return
     assert plan.source in {path.name for path in kernels.path("types.cuh").parent.glob("*.cu")}
-    assert re.search(rf"CUPY_ZC_KERNEL\({plan.function}\)", kernels.source(plan.source))
+    entry = re.search(rf"CUPY_ZC_KERNEL(_OF)?\({plan.function}\W", kernels.source(plan.source))
+    assert entry is not None
+    # Two blocks of it fit on a multiprocessor.
+    assert bool(entry[1]) == (f"({plan.function}, cupy_zc::Args, 2)" in kernels.source(plan.source))
+    assert bool(entry[1]) == ("pair" in plan.function)
 
 
 @given(st.sampled_from(sorted(set(Operation) - {Operation.BARRIER})), _items, _machines)

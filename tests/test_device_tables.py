@@ -13,6 +13,7 @@ from device_ranks import device, engine_of, ranks
 from emulated_driver import EmulatedDriver
 from hypothesis import given
 from hypothesis import strategies as st
+from test_device_plan import places_of
 
 from cupy_zc import Communicator, Error, InvalidValueError
 from cupy_zc.collectives import opening
@@ -78,8 +79,7 @@ def test_every_plan_of_a_file_fits_the_lanes_that_are_made_for_it(
         plan = device_plan(operation, count, 4, machine, in_switch=True)
         if plan.algorithm == "ll128":
             lines = max(1, -(-count * 4 // 120))
-            lines = 2 * -(-lines // ranks) if plan.two_step else lines
-            assert lines <= machine.sizes.ll128_lines
+            assert places_of(plan, lines, ranks) <= machine.sizes.ll128_lines
         if plan.algorithm == "ll":
             assert -(-count * 4 // 16) <= machine.sizes.ll_packs
         if plan.algorithm == "multimem_ll":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulated import SANITIZED, SMALL, TSAN, CompileError, Emulation, build, build_directory, mutant
 from emulated_cases import FLOAT32, check
-from emulated_lines import LINES, check_mixed, line_launch, mixed_launch
+from emulated_lines import LINES, PAIRED, check_mixed, line_launch, mixed_launch
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +22,15 @@ def exercise(program: Path, kernels: tuple[str, ...], *, threads: bool) -> None:
     """Calls of all roots one after the other, and the same call again and again, in place too."""
     rng = np.random.default_rng(6)
     with Emulation(program, environment=TSAN if threads else {}) as running:
-        for size in (2, 3):
+        for size in (2,) if kernels[0] in PAIRED else (2, 3):
             for turn in range(1 if threads else 20):
                 launch = mixed_launch(rng, size, kernels, count=61, repeats=12)
                 # Several lines for each eight lanes, of one block, and of two that are not in step.
-                alike = line_launch(rng, kernels[0], size, FLOAT32, count=470, repeats=6)
+                count = 1900 if kernels[0] in PAIRED else 470  # more than a ring has at a time
+                alike = line_launch(rng, kernels[0], size, FLOAT32, count=count, repeats=6)
                 alike.blocks, alike.threads = 1 + turn % 2, 32
+                if kernels[0] in PAIRED:
+                    alike.lines = 16 * alike.blocks
                 if threads:
                     launch.blocks, launch.threads = 1, 32
                 for each in (launch, alike):
@@ -55,6 +58,13 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         "lines.cuh", "flag_(epoch << 24", "flag_(1 << 24", ("ll128_all_to_all", "ll128_scatter")),
     "second buffer of lines": (
         "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128_all_gather",)),
+    "turn in a flag": (
+        "lines.cuh", "fingerprint + turn", "fingerprint + 0 * turn", PAIRED),
+    "places of a ring": (
+        "line_pairs.cuh", "round % ROUNDS *", "round % (ROUNDS - 1) *", PAIRED),
+    "a place more than two ranks are apart": (
+        "line_pairs.cuh", "ROUNDS = 4;\nstatic_assert(", "ROUNDS = 3;\nstatic_assert(true || ",
+        PAIRED),
     "wait for empty lines": (
         "line_routes.cuh", "peers == 0 || line >= count) {\n            return true;",
         "line != ~count) {\n            return true;",

@@ -7,23 +7,27 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from emulated import FIBERS, MISMATCH, TIMEOUT, Emulation, build, build_directory
-from emulated_cases import DTYPES, FLOAT32, PAIRS, ROUNDS, SIZES, check
+from emulated_cases import DTYPES, FLOAT32, PAIRS, ROUNDS, check
 from emulated_lines import (
     LINES,
+    LINES_OF_SIZES,
     LINES_REDUCING,
     OTHERS,
+    PAIRED,
     check_mixed,
     in_a_line,
     line_launch,
     mixed_launch,
     odd_line_launch,
     plain,
+    size_of,
 )
 
 pytestmark = pytest.mark.slow
 
 #: int8, float16, float32, float64, complex128: one of each size.
 ELEMENTS = (1, 9, 11, 12, 14)
+FEW_SIZES = [(kernel, size) for kernel, size in LINES_OF_SIZES if size in (2, 3, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,7 @@ def emulation(request: pytest.FixtureRequest) -> Iterator[Emulation]:
         yield running
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kernel", LINES)
+@pytest.mark.parametrize(("kernel", "size"), LINES_OF_SIZES)
 def test_counts_around_the_ends_of_lines_arrive_at_any_alignment(
     emulation: Emulation, kernel: str, size: int
 ) -> None:
@@ -53,7 +56,8 @@ def test_every_type_and_operation_is_reduced_as_numpy_does(
 ) -> None:
     rng = np.random.default_rng(3)
     for element, operation in PAIRS:
-        launch = line_launch(rng, kernel, 3, element, operation, count=int(rng.integers(1, 90)))
+        size, count = size_of(kernel), int(rng.integers(1, 90))
+        launch = line_launch(rng, kernel, size, element, operation, count=count)
         check(launch, emulation.run(launch))
 
 
@@ -62,16 +66,15 @@ def test_no_value_of_the_data_is_taken_for_a_flag(emulation: Emulation, kernel: 
     """All zeros, all ones, and what the flags of the first calls themselves look like."""
     for pattern in (0, -1, *(0xBCDEF0 | epoch << 24 for epoch in (1, 2, 3))):
         launch = line_launch(
-            np.random.default_rng(3), kernel, 3, 7, 3 * (kernel in LINES_REDUCING), count=70,
-            repeats=3,
+            np.random.default_rng(3), kernel, size_of(kernel), 7, 3 * (kernel in LINES_REDUCING),
+            count=70, repeats=3,
         )  # fmt: skip
         for rank in launch.ranks:
             rank.input[:] = pattern
         check(launch, emulation.run(launch))
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("kernel", LINES)
+@pytest.mark.parametrize(("kernel", "size"), FEW_SIZES)
 def test_ranks_that_overtake_each_other_do_not_overwrite_what_is_unread(
     emulation: Emulation, kernel: str, size: int
 ) -> None:
@@ -80,6 +83,20 @@ def test_ranks_that_overtake_each_other_do_not_overwrite_what_is_unread(
         for _ in range(ROUNDS):
             launch = line_launch(rng, kernel, size, FLOAT32, count=count, repeats=6)
             check(launch, emulation.run(launch))
+
+
+@pytest.mark.parametrize("kernel", PAIRED)
+def test_any_number_of_lines_goes_through_a_ring(emulation: Emulation, kernel: str) -> None:
+    """Some of them go far ahead of the others, as their ranks and blocks do."""
+    rng = np.random.default_rng(8)
+    for turn in range(ROUNDS):
+        for element in ELEMENTS:
+            many = int(rng.integers(100, 400)) * in_a_line(kernel, DTYPES[element].itemsize)
+            for count in (many, many + 1):
+                launch = line_launch(rng, kernel, 2, element, count=count, repeats=3)
+                launch.blocks, launch.threads = 1 + turn % 2, 32
+                launch.lines = 4 * launch.blocks * 4
+                check(launch, emulation.run(launch))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -102,8 +119,7 @@ def test_calls_of_every_kind_cross_the_wraps_of_the_epoch(emulation: Emulation, 
     check_mixed(launch, emulation.run(launch))
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("kernel", LINES)
+@pytest.mark.parametrize(("kernel", "size"), FEW_SIZES)
 def test_a_rank_that_calls_something_else_is_told_to_all_and_nothing_is_written(
     emulation: Emulation, kernel: str, size: int
 ) -> None:
@@ -134,10 +150,11 @@ def test_ranks_that_pass_different_counts_are_told_and_nothing_is_written(
     emulation: Emulation, kernel: str
 ) -> None:
     for few in (0, 60):
-        launch = odd_line_launch(kernel, 3, 2)
-        launch.ranks[2].input = launch.ranks[2].input[:, :, :few].copy()
+        size = size_of(kernel)
+        launch = odd_line_launch(kernel, size, size - 1)
+        launch.ranks[-1].input = launch.ranks[-1].input[:, :, :few].copy()
         outcomes = emulation.run(launch)
-        assert [outcome.code for outcome in outcomes] == [MISMATCH] * 3
+        assert [outcome.code for outcome in outcomes] == [MISMATCH] * size
         assert all(outcome.untouched for outcome in outcomes)
 
 
@@ -152,8 +169,7 @@ def test_ranks_that_chose_different_kernels_are_told(emulation: Emulation, other
     assert all(outcome.untouched for outcome in outcomes)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("kernel", LINES)
+@pytest.mark.parametrize(("kernel", "size"), FEW_SIZES)
 def test_a_rank_that_never_comes_is_named_by_all_when_the_budget_is_spent(
     emulation: Emulation, kernel: str, size: int
 ) -> None:

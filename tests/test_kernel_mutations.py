@@ -26,6 +26,7 @@ from emulated import (
     mutant,
 )
 from emulated_cases import FLOAT32, MOVING, REDUCING, check, launch_of, odd_launch
+from emulated_lines import line_launch
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +37,10 @@ def cache(request: pytest.FixtureRequest) -> Path:
 
 
 def staged(case: str, size: int, *, registered: bool) -> Launch:
-    batches = case == "ll128" and size == 2  # full lines, so that a group has five of them
-    count = 600 if batches else 77
-    launch = launch_of(np.random.default_rng(6), case, size, FLOAT32, count=count, repeats=4)
+    launch = launch_of(np.random.default_rng(6), case, size, FLOAT32, count=77, repeats=4)
     launch.blocks, launch.threads, launch.chunk = 1, 32, 128 * size
     for rank in launch.ranks:
         rank.in_place, rank.row = "", 0
-        if batches:
-            rank.input_skew = rank.output_skew = 0
         rank.registered_input = rank.registered_output = registered
     return launch
 
@@ -94,10 +91,6 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
         "wait.cuh", "words_offset(epoch & 1", "words_offset(epoch & 0", ("ll",), False),
     "flags of all": (
         "lines.cuh", "&& is_old(packs[rank])", "&& false", ("ll128",), False),
-    "flags of a batch": (
-        "lines.cuh", "old || is_old(packs[i])", "false", ("ll128",), False),
-    "all lines of a batch": (
-        "lines.cuh", "old || is_old(packs[i])", "is_old(packs[0])", ("ll128",), False),
     "flag of a packet": (
         "packets.cuh", "is_of(high.high, flag)", "true", ("ll",), False),
     "fingerprint in a flag": (
@@ -153,11 +146,16 @@ def test_blocks_of_large_grids_pass_the_number_of_the_call_on(cache: Path) -> No
         exercise(build(cache, SMALL, nothing), ("ll128",), threads=False)
 
 
-def test_a_thread_that_heard_from_nobody_lets_no_kernel_start(cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "kernel"), [("ll128.cu", "ll128"), ("line_pairs.cuh", "ll128_pair_all_reduce")]
+)
+def test_a_thread_that_heard_from_nobody_lets_no_kernel_start(
+    cache: Path, file: str, kernel: str
+) -> None:
     """Blocks of the next call could take the room of a rank that shares the GPU."""
-    early = mutant("ll128.cu", "    if (group < count) {", "    {")
-    launch = launch_of(np.random.default_rng(6), "ll128", 2, FLOAT32, count=77)
-    launch.blocks, launch.threads = 1, 64
+    early = mutant(file, "    if (group < count) {  // a line", "    {  // a line")
+    launch = line_launch(np.random.default_rng(6), kernel, 2, FLOAT32, count=77)
+    launch.blocks, launch.threads, launch.lines = 1, 64, 77
     with (
         Emulation(build(cache, SMALL, early)) as running,
         pytest.raises(AssertionError, match="before it heard from the other ranks"),

@@ -22,8 +22,8 @@ SOURCES = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cu"))
 HEADERS = sorted(path.name for path in (REPOSITORY / "cuda").glob("*.cuh"))
 #: The sources that are compiled for one element type and operation, and what is hard about them.
 REDUCING = (
-    "ll.cu", "ll128.cu", "ll128_reduce.cu", "ll128_reduce_scatter.cu", "multimem_ll.cu",
-    "push_reduce.cu", "reduce_scatter.cu", "two_shot.cu",
+    "ll.cu", "ll128.cu", "ll128_pair.cu", "ll128_reduce.cu", "ll128_reduce_scatter.cu",
+    "multimem_ll.cu", "push_reduce.cu", "reduce_scatter.cu", "two_shot.cu",
 )  # fmt: skip
 #: Those that reduce in the switch, which knows these among others.
 SWITCHED = ("multimem_all_reduce.cu", "multimem_reduce_scatter.cu")
@@ -102,7 +102,9 @@ def test_a_reduction_compiles_for_a_type_and_an_operation(
 ) -> None:
     macros = ("CUPY_ZC_ELEMENT", element), ("CUPY_ZC_OPERATION", operation)
     code = compiled(name, "sm_90", *macros)
-    assert f".text.{Path(name).stem}\0".encode() in code
+    calls = ("_all_reduce", "_reduce_scatter") if name == "ll128_pair.cu" else ("",)
+    for call in calls:
+        assert f".text.{Path(name).stem}{call}\0".encode() in code
 
 
 @pytest.mark.slow
@@ -152,6 +154,11 @@ def test_the_collectives_that_only_move_data_are_in_one_module(name: str) -> Non
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
 def test_so_are_those_that_move_lines(name: str) -> None:
     assert f".text.ll128_{name}\0".encode() in compiled("ll128_move.cu", "sm_90")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+def test_and_those_that_move_them_between_two_ranks(name: str) -> None:
+    assert f".text.ll128_pair_{name}\0".encode() in compiled("ll128_pair_move.cu", "sm_90")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ others          ll128             push: store into the outputs of the peers
 
 The low-latency algorithms need no registration, as data pass through buffers of the lane on their
 way; so does the input of push_reduce. The others read or write the arrays of peers, which must be
-registered or are staged.
+registered or are staged. Between two ranks, what goes both ways goes through a ring in those
+buffers (cuda/line_pairs.cuh), whatever its size.
 
 Where the ranks have multicast, all_reduce and broadcast go through the switch instead where that
 saves time (device_multimem.py): multimem, and multimem_ll for the smallest.
@@ -25,7 +26,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from .call import Call
 from .device_args import Sizes
 from .device_multimem import BLOCKS, Multicast, multimem_kernel, refuse_multimem
-from .device_tables import Tables, at
+from .device_tables import MOST, Tables, at
 from .plan import ROLES, Operation
 
 __all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "plan_of", "sizes"]
@@ -49,6 +50,12 @@ LINE_DATA, LINE_DATA_16 = 120, 112
 PATTERN_BYTES = 1 << 16
 #: Lines for which a block of LL128 has lanes at a time; bytes that a block of others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
+#: What goes both ways between two ranks: two blocks of its kernels fit on a multiprocessor, and a
+#: buffer has so many lines.
+PAIRED = frozenset(
+    {Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
+)
+RING_LINES = 4 * MAX_BLOCKS * LINES_A_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +105,12 @@ class Launch(NamedTuple):
 def sizes(ranks: int, tables: Tables | None = None) -> Sizes:
     """Capacities of the lanes of so many ranks."""
     ranks, tables = max(2, ranks), tables or Tables.own()
-    most = max(PATTERN_BYTES, *(at(tables.ll128(operation), ranks) for operation in Operation))
+    ring = RING_LINES if ranks == 2 else MOST
     steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
-    lines = max(1, -(-most // LINE_DATA_16), steps)
+    lines = max(-(-PATTERN_BYTES // LINE_DATA_16), min(steps, ring))
+    for operation in Operation:
+        needed = -(-at(tables.ll128(operation), ranks) // LINE_DATA_16)
+        lines = max(lines, min(needed, ring) if operation in PAIRED else needed)
     packs = -(-at(tables.ll_one_step, ranks) // 16)
     # Those of the switch have places for the rank itself as well: multimem_packs of types.cuh.
     switched = -(-max(tables.multimem_ll.values(), default=0) // 16)
@@ -204,11 +214,16 @@ def _low_latency(
     two = at(tables.ll128_two_steps, ranks) if all_reduce else one
     if row > max(one, two):
         return None
-    two_step = row > one
+    pair = ranks == 2 and operation in PAIRED
+    two_step = row > one and not pair
     lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
-    blocks = max(1, min(machine.blocks, -(-lines // LINES_A_BLOCK)))
+    most = min(2 * machine.blocks, MAX_BLOCKS) if pair else machine.blocks
+    blocks = max(1, min(most, -(-lines // LINES_A_BLOCK)))
     source, function = "ll128_move.cu", f"ll128_{operation.call}"
-    if all_reduce:
+    if pair:
+        source = "ll128_pair.cu" if reduces else "ll128_pair_move.cu"
+        function = f"ll128_pair_{operation.call}"
+    elif all_reduce:
         source, function = "ll128.cu", "ll128"
     elif reduces:
         source = f"{function}.cu"

@@ -32,12 +32,13 @@ VERSION = 1
 
 #: Largest all_reduce by LL128 in one exchange of everything with everybody, and in two steps (the
 #: own part of all, then the results).
-LL128_ONE_STEP: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
+LL128_ONE_STEP: Mapping[int, int] = {2: 48 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
 LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
-#: Largest row of reduce_scatter by LL128, of broadcast, and of the other collectives.
-LL128_REDUCE_SCATTER: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+#: Largest row of reduce_scatter by LL128; of what goes to a root or comes from one; and of
+#: all_gather and all_to_all.
+LL128_REDUCE_SCATTER: Mapping[int, int] = {2: 16 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 LL128_BROADCAST: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
-LL128_ROW: Mapping[int, int] = {2: 4 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+LL128_ROW: Mapping[int, int] = {2: 16 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 #: Largest all_reduce by LL, whose packets carry as much flag as data.
 LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 32 << 10}
 #: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
@@ -87,7 +88,8 @@ class Tables:
             return self.ll128_one_step
         if operation is Operation.REDUCE_SCATTER:
             return self.ll128_reduce_scatter
-        return self.ll128_broadcast if operation is Operation.BROADCAST else self.ll128_row
+        both_ways = operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+        return self.ll128_row if both_ways else self.ll128_broadcast
 
     @classmethod
     def with_entries(cls, where: str, entries: Any) -> Tables:

@@ -6,6 +6,8 @@
 
 #include "ll128.cu"
 #include "ll128_move.cu"
+#include "ll128_pair.cu"
+#include "ll128_pair_move.cu"
 #include "ll128_reduce.cu"
 #include "ll128_reduce_scatter.cu"
 #include "ll.cu"
@@ -36,6 +38,10 @@ Kernel reducing(unsigned kernel) {
             return ll128_reduce_scatter<R>;
         case 41:
             return ll128_reduce<R>;
+        case 42:
+            return ll128_pair_all_reduce<R>;
+        case 43:
+            return ll128_pair_reduce_scatter<R>;
     }
     return nullptr;
 }
@@ -137,6 +143,10 @@ Kernel find_moving(unsigned kernel) {
             return moving<ll128_scatter>;
         case 24:
             return moving<ll128_gather>;
+        case 25:
+            return moving<ll128_pair_all_gather>;
+        case 26:
+            return moving<ll128_pair_all_to_all>;
     }
     return nullptr;
 }

@@ -24,12 +24,19 @@ from .report import Row
 
 __all__ = [
     "COLLECTIVES", "FORCED", "LINES", "PUSH", "SHOTS", "TWO_STEPS", "Lines", "Push", "Shots",
-    "TwoSteps", "thresholds", "write",
+    "TwoSteps", "most_lines", "thresholds", "write",
 ]  # fmt: skip
 
-#: What is measured, and the largest row for which lines are tried, in bytes.
+#: What is measured, and the largest row for which lines are tried, in bytes: of two ranks, and of
+#: more, whose lanes have a buffer for each peer.
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-MOST_LINES = 16 << 20
+MOST_LINES, MOST_LINES_OF_MANY = 64 << 20, 16 << 20
+
+
+def most_lines(ranks: int) -> int:
+    """The largest row for which lines are tried."""
+    return MOST_LINES if ranks == 2 else MOST_LINES_OF_MANY
+
 
 _ONCE = ("ll128_one_step", "ll128_reduce_scatter", "ll128_broadcast", "ll128_row")
 _LINES = (*_ONCE, "ll128_two_steps")
@@ -48,7 +55,9 @@ class _Forced(Registered):
     def connect(self, port: int) -> Communicator:
         """A communicator with these tables."""
         ranks = self.context.ranks
-        values = {name: {str(ranks): self.entries.get(name, 0)} for name in (*_LINES, *_PUSHES)}
+        values = {name: {str(ranks): self.entries.get(name, 0)} for name in _PUSHES}
+        for name in _LINES:
+            values[name] = {str(ranks): min(self.entries.get(name, 0), most_lines(ranks))}
         options = Options.of("bench --tune", backend="device", register="manual")
         options = dataclasses.replace(options, tables=Tables.with_entries("bench --tune", values))
         bootstrap = from_tcp(ranks, self.context.rank, "127.0.0.1", port)
@@ -66,7 +75,8 @@ class Lines(_Forced):
     def refuses(self, case: Case) -> str:
         """Rows for which lanes would be too large."""
         row = case.nbytes if case.collective in _OF_ROWS else case.nbytes // case.ranks
-        return "a row is too large for lines" if row > MOST_LINES else super().refuses(case)
+        too_large = row > most_lines(case.ranks)
+        return "a row is too large for lines" if too_large else super().refuses(case)
 
 
 class TwoSteps(_Forced):
@@ -78,7 +88,7 @@ class TwoSteps(_Forced):
         """What has no second step, and rows for which lanes would be too large."""
         if case.collective != "all_reduce" or case.ranks == 2:
             return "only an all_reduce of more than two ranks has two steps"
-        return "a row is too large for lines" if case.nbytes > MOST_LINES else ""
+        return "a row is too large for lines" if case.nbytes > MOST_LINES_OF_MANY else ""
 
 
 class Shots(_Forced):
