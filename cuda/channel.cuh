@@ -2,8 +2,11 @@
 //
 // Contract
 //   number    of a message on its channel, from 1: the order of the launches on either side. It
-//             lives in device memory and is advanced by the block that is the last to leave, when
-//             all others have read it. So replaying a graph is like calling again
+//             lives in device memory, in shares as the state of a lane (wait.cuh): a block adds its
+//             own when it leaves, and nobody waits for that. So replaying a graph is like calling
+//             again
+//   taken     tells the pusher what letters it may write over: those of the messages before the one
+//             that a drain begins with, which all blocks of earlier launches are done with
 //   flag      of a header, which is a packet: that of the number, see packets.cuh. A line of data has
 //             the number itself in its last 8 bytes; for lines, see lines.cuh
 //   until     one wait, by any threads of a block; they must come together afterwards. It fails,
@@ -32,7 +35,14 @@ class Channel {
 
     __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 block)
         : part(push ? args.push : args.drain), push(push), block(block), args_(args) {
-        number_ = load_relaxed(&progress().messages) + 1;
+        number_ = (load_relaxed(&progress().messages) >> SHARE_BITS) + 1;
+    }
+
+    // By all threads of a drain.
+    __device__ __forceinline__ void tell_what_is_taken() const {
+        if (block == 0 && threadIdx.x == 0) {
+            store_relaxed(&theirs().taken, number_ - 1);
+        }
     }
 
     // False where the mail failed before, or the peer refused something.
@@ -138,16 +148,7 @@ class Channel {
 
     // By one thread of every block that passed the message, after all of the block have.
     __device__ __forceinline__ void leave() const {
-        if (part.blocks > 1) {
-            if (atomic_add(&progress().tickets, 1) + 1 != part.blocks) {
-                return;
-            }
-            store_relaxed(&progress().tickets, 0);
-        }
-        store_relaxed(&progress().messages, number_);
-        if (!push) {
-            store_relaxed(&theirs().taken, number_);
-        }
+        add_relaxed(&progress().messages, share_of(block, part.blocks));
     }
 
    private:

@@ -5,9 +5,9 @@
 //             and blocks} and, where the data fit, the data, in lines (lines.cuh): one way over the
 //             link. Any number of blocks may push it, and any number drain it; each of these looks at
 //             the header before it writes: a message that is not expected writes nothing
-//   reuse     the pusher is at most `letters` ahead of `taken`, which the last block to leave stores
-//             when all blocks have the data of all lines that they read: each came with its flag, so
-//             no later line can be what they saw
+//   reuse     the pusher is at most `letters` ahead of `taken`: all blocks that drained a message up
+//             to there had the data of all lines that they read. Each came with its flag, so no later
+//             line can be what they saw
 #pragma once
 
 #include "channel.cuh"

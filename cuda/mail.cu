@@ -73,6 +73,9 @@ CUPY_ZC_KERNEL_OF(mail, cupy_zc::MailArgs, 2) {
     using namespace cupy_zc;
     const bool push = blockIdx.x < args.push.blocks;
     const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - args.push.blocks);
+    if (!push) {
+        channel.tell_what_is_taken();
+    }
     if (channel.part.bytes <= args.letter) {
         if (push) {
             push_letter(channel);

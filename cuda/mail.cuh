@@ -58,9 +58,8 @@ static_assert(__is_trivially_copyable(MailArgs), "the host fills it as bytes");
 
 // How far the own rank has come on a channel. Only its own kernels touch it.
 struct Progress {
-    u64 messages;  // passed so far
-    u64 tickets;   // blocks that are done with the present one
-    u64 reserved[14];
+    u64 messages;  // passed so far, in parts of 2^16
+    u64 reserved[15];
     u64 slots[MAX_TRACKS];  // passed so far
 };
 

@@ -27,6 +27,8 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the hos
 
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 256;
+constexpr u64 SHARE_BITS = 16;   // calls, and messages, are counted in parts of 2^16
+static_assert(MAX_BLOCKS <= (1u << SHARE_BITS), "every block has a share of a call");
 constexpr u32 EVERY_RANK = ~0u;  // Args::root where there is no root
 constexpr u64 STAGED = ~0ull;    // a Location that peers cannot reach
 constexpr u64 MULTICAST = 1ull << 63;

@@ -33,8 +33,6 @@ constexpr u64 PATIENCE = 1000000;  // nanoseconds until a wait asks why
 constexpr u32 POLLS = 64;          // polls between two looks at the clock
 constexpr u64 LOOK = 1u << 20;     // nanoseconds between two looks at the memory of the host
 static_assert(LOOK >= PATIENCE, "a wait that is short never looks at the memory of the host");
-constexpr u64 SHARE_BITS = 16;
-static_assert(MAX_BLOCKS <= (1u << SHARE_BITS), "every block has a share of a call");
 constexpr u32 DIRECT_BLOCKS = 40;  // a grid of more reads the state by one thread of a block only
 
 static __device__ __forceinline__ u64* words_of(const Args& args, u32 at, u64 epoch, u32 from) {
@@ -47,6 +45,12 @@ static __device__ __forceinline__ u64* state_of(const Args& args) {
 
 // The number of the call that failed, 0 for none.
 static __device__ __forceinline__ u64* failure_of(const Args& args) { return state_of(args) + 8; }
+
+// What one of so many blocks adds to a count; what does not divide evenly is that of block 0.
+static __device__ __forceinline__ u64 share_of(u32 block, u32 blocks) {
+    const u32 one = 1u << SHARE_BITS, each = one / blocks;
+    return block == 0 ? one - (blocks - 1) * each : each;
+}
 
 // A call from its first instruction on, on all threads of a block. What a kernel does between the
 // parts takes no time beside them.
@@ -80,17 +84,11 @@ class Beginning {
             __syncthreads();
         }
         if (threadIdx.x == 0) {
-            add_relaxed(state_of(args_), share());
+            add_relaxed(state_of(args_), share_of(blockIdx.x, gridDim.x));
         }
     }
 
    private:
-    // Of one call; what does not divide evenly is that of block 0.
-    static __device__ __forceinline__ u64 share() {
-        const u32 one = 1u << SHARE_BITS, each = one / gridDim.x;
-        return blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each;
-    }
-
     const Args& args_;
     const bool direct_;
     u64 failed_ = 0;

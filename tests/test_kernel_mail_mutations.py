@@ -98,8 +98,10 @@ MUTATIONS = {
         "mail.cu", "channel.block < tracks ? channel.block * chunk : part.bytes",
         "channel.block * chunk"),
     "refusal": ("channel.cuh", "refused, number_)", "refused, 0)"),
-    "advance of the number": ("channel.cuh", "messages, number_)", "messages, number_ - 1)"),
-    "wait of the last to leave": ("channel.cuh", ", 1) + 1 != part.blocks", ", 1) + 1 == 0"),
+    "advance of the number": ("channel.cuh", "messages, share_of(", "messages, 0 * share_of("),
+    "blocks that share it": ("channel.cuh", "share_of(block, part.blocks)", "share_of(block, 1)"),
+    "what is taken": ("channel.cuh", "taken, number_ - 1)", "taken, 0)"),
+    "letters that are still read": ("channel.cuh", "taken, number_ - 1)", "taken, number_)"),
     "slots of earlier messages": ("mail.cu", "channel.passed(), passed)", "channel.passed(), 0)"),
     "meeting after a slot was filled": (
         "mail.cu", "part.bytes - at));\n        __syncthreads();", "part.bytes - at));"),

@@ -101,7 +101,7 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
     "advance of what a meeting expects": (
         "multimem.cuh", "store_relaxed(expected, all);", "", ("hardware all_reduce",), False),
     "advance of the epoch": (
-        "wait.cuh", "state_of(args_), share()", "state_of(args_), 0",
+        "wait.cuh", "state_of(args_), share_of(", "state_of(args_), 0 * share_of(",
         ("hardware ll", "hardware all_reduce"), False),
     "second place of packets": (LL, "epoch & 1", "epoch & 0", ("hardware ll",), False),
     "flags other than 0": (

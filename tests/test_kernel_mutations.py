@@ -82,7 +82,8 @@ MUTATIONS: dict[str, tuple[str, str, str, tuple[str, ...], bool]] = {
         "exchange.cuh", "fill(0);\n        if (!meet(args, epoch, ++step))",
         "fill(0);\n        if (false)", ("two_shot",), False),
     "advance of the epoch": (
-        "wait.cuh", "state_of(args_), share()", "state_of(args_), 0", ("ll128", "ll"), False),
+        "wait.cuh", "state_of(args_), share_of(",
+        "state_of(args_), 0 * share_of(", ("ll128", "ll"), False),
     "second buffer of lines": (
         "lines.cuh", "(epoch) & 1", "(epoch) & 0", ("ll128",), False),
     "second buffer of packets": (
@@ -163,7 +164,7 @@ def test_a_thread_that_heard_from_nobody_lets_no_kernel_start(
         check(launch, running.run(launch))
 
 
-REST = "blockIdx.x == 0 ? one - (gridDim.x - 1) * each : each"
+REST = "block == 0 ? one - (blocks - 1) * each : each"
 
 
 def counted_by(
@@ -180,7 +181,7 @@ def counted_by(
 
 
 def test_shares_of_blocks_that_do_not_make_a_whole_call_are_noticed(cache: Path) -> None:
-    counted_by(cache, mutant("wait.cuh", REST, "each"), blocks=3, threads=32)
+    counted_by(cache, mutant("wait.cuh", REST, "block == blocks ? 0 : each"), blocks=3, threads=32)
 
 
 def test_a_call_that_is_counted_before_all_threads_have_its_number_is_noticed(cache: Path) -> None:

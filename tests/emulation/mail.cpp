@@ -111,7 +111,8 @@ void renew(const Scene& scene) {
     areas.assign(scene.size, std::vector<Pack>(bytes / 16, Pack{0, 0}));
     for (u32 rank = 0; rank < scene.size; ++rank) {
         for (Desk& desk : area_of(rank).desks) {
-            desk.taken = desk.push.messages = desk.drain.messages = scene.messages;
+            desk.taken = scene.messages;
+            desk.push.messages = desk.drain.messages = scene.messages << SHARE_BITS;
             for (u32 track = 0; track < MAX_TRACKS; ++track) {
                 desk.drained[track] = desk.filled[track] = scene.passed;
                 desk.push.slots[track] = desk.drain.slots[track] = scene.passed;

@@ -9,7 +9,7 @@
  *   header, body      of a letter, whole with their flags: a packet, and lines; of FLAGS here
  *   slot              data of large messages, stored plainly; filled and drained are gate() and
  *                     post(): released, acquired
- *   messages, tickets of Progress: leave()
+ *   messages      of Progress: leave(), and `tickets` for what is less than a whole one
  *   taken, refused    words of a Desk, `expected` what goes with a refusal
  *   open_             what the stream does: the blocks of a launch start when the one before ended
  *   kinds             SMALL: a letter with data. LARGE: CHUNKS through the slots of all tracks.
@@ -121,7 +121,11 @@ inline start(side, rank) {
             if
             :: open_[SIDE(channel, side)] == turn ->
                 number = turn; choose();
-                number = (track == 0 || KIND == LARGE -> messages[SIDE(channel, side)] + 1 : 0)
+                number = (track == 0 || KIND == LARGE -> messages[SIDE(channel, side)] + 1 : 0);
+                if
+                :: side == DRAINS && track == 0 -> taken[channel] = number - 1
+                :: else
+                fi
             :: else
             fi
         fi
@@ -142,8 +146,7 @@ inline leave(side) {
         if
         :: tickets[SIDE(channel, side)] == BLOCKS ->
             tickets[SIDE(channel, side)] = 0;
-            messages[SIDE(channel, side)] = number;
-            if :: side == DRAINS -> taken[channel] = number :: else fi
+            messages[SIDE(channel, side)] = number
         :: else
         fi;
         ended[SIDE(channel, side)]++;
