@@ -33,6 +33,8 @@ MAX_TRACKS = 64
 #: What is worth a block, in bytes: of a chunk of slots, and of a letter, where eight threads of a
 #: block have a line each.
 LEAST_CHUNK, LEAST_SHEET = 8192, THREADS // 8 * LINE_DATA
+#: Chunks of a track: one is drained while the next is filled.
+PASSES = 4
 
 
 class MailPart(ctypes.Structure):
@@ -95,7 +97,7 @@ class MailSizes(NamedTuple):
 
     def chunk(self, nbytes: int) -> int:
         """Bytes of a chunk of slots; see ``chunk_of`` in ``cuda/mail.cuh``."""
-        share = round_up(-(-nbytes // self.tracks), 128)
+        share = round_up(-(-nbytes // (self.tracks * PASSES)), 128)
         return max(LEAST_CHUNK if self.slot > LEAST_CHUNK else 128, min(share, self.slot))
 
 
