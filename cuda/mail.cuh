@@ -23,7 +23,7 @@ namespace cupy_zc {
 constexpr u32 MAX_TRACKS = 64;
 constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
 constexpr u64 LEAST_CHUNK = 8192;
-constexpr u64 PASSES = 4;
+constexpr u64 FINE = 65536;
 constexpr u32 LINE_DATA = 120;  // bytes of data in a line
 
 struct MailPart {
@@ -99,13 +99,15 @@ __device__ constexpr u64 mail_bytes(u32 size, u64 letter, u64 letters, u64 slot,
 static_assert(mail_bytes(3, 1024, 4, 4096, 2, 8) == 19584 + 2 * (4 * 1280 + 65536),
               "as the host counts it");
 
-// Bytes of a chunk of slots, which the host says as well: so many that every track has PASSES, one to
-// drain while the next is filled; but no more than a slot, nor less than is worth a block. Alike on
-// both sides, as it follows from what they share.
+// Bytes of a chunk of slots, which the host says as well: so many that every track has one, and of more
+// than FINE bytes two or more, to drain one while the next is filled; but no more than a slot, nor less
+// than is worth a block. Alike on both sides, as it follows from what they share.
 __device__ constexpr u64 chunk_of(u64 bytes, u64 tracks, u64 slot) {
     const u64 least = slot > LEAST_CHUNK ? LEAST_CHUNK : 128;
-    const u64 parts = tracks * PASSES, share = ((bytes + parts - 1) / parts + 127) / 128 * 128;
-    return share < least ? least : share < slot ? share : slot;
+    const u64 share = ((bytes + tracks - 1) / tracks + 127) / 128 * 128;
+    const u64 half = (share + 255) / 256 * 128, fine = half < FINE ? FINE : half;
+    const u64 chunk = share < fine ? share : fine;
+    return chunk < least ? least : chunk < slot ? chunk : slot;
 }
 
 }  // namespace cupy_zc

@@ -33,8 +33,8 @@ MAX_TRACKS = 64
 #: What is worth a block, in bytes: of a chunk of slots, and of a letter, where eight threads of a
 #: block have a line each.
 LEAST_CHUNK, LEAST_SHEET = 8192, THREADS // 8 * LINE_DATA
-#: Chunks of a track: one is drained while the next is filled.
-PASSES = 4
+#: A chunk that is not cut in two, so that one is drained while the next is filled.
+FINE = 65536
 
 
 class MailPart(ctypes.Structure):
@@ -76,8 +76,8 @@ class MailSizes(NamedTuple):
             whole_lines: Whether the links keep lines whole; else letters have no data.
         """
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        letter, slot = (1 << 20, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
-        return cls(letter if whole_lines else 0, 8, slot, 2, tracks)
+        letter, slot, slots = (1 << 20, 128 << 10, 4) if ranks == 2 else (64 << 10, 64 << 10, 2)
+        return cls(letter if whole_lines else 0, 8, slot, slots, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""
@@ -97,7 +97,8 @@ class MailSizes(NamedTuple):
 
     def chunk(self, nbytes: int) -> int:
         """Bytes of a chunk of slots; see ``chunk_of`` in ``cuda/mail.cuh``."""
-        share = round_up(-(-nbytes // (self.tracks * PASSES)), 128)
+        share = round_up(-(-nbytes // self.tracks), 128)
+        share = min(share, max(FINE, round_up(-(-share // 2), 128)))
         return max(LEAST_CHUNK if self.slot > LEAST_CHUNK else 128, min(share, self.slot))
 
 

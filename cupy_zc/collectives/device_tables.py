@@ -32,11 +32,11 @@ VERSION = 1
 
 #: Largest all_reduce by LL128 in one exchange of everything with everybody, and in two steps (the
 #: own part of all, then the results).
-LL128_ONE_STEP: Mapping[int, int] = {2: 48 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
+LL128_ONE_STEP: Mapping[int, int] = {2: 32 << 20, 3: 512 << 10, 4: 256 << 10, 8: 64 << 10}
 LL128_TWO_STEPS: Mapping[int, int] = {2: 4 << 20, 3: 4 << 20, 4: 4 << 20, 8: 4 << 20}
 #: Largest row of reduce_scatter by LL128; of what goes to a root or comes from one; and of
 #: all_gather and all_to_all.
-LL128_REDUCE_SCATTER: Mapping[int, int] = {2: 16 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+LL128_REDUCE_SCATTER: Mapping[int, int] = {2: 64 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 LL128_BROADCAST: Mapping[int, int] = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 LL128_ROW: Mapping[int, int] = {2: 16 << 20, 3: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 #: Largest all_reduce by LL, whose packets carry as much flag as data.
