@@ -189,6 +189,8 @@ class EmulatedDriver(HostDriver):
         """Zeroed memory of the host, which kernels reach."""
         return HostPlainMemory(size, self.current_device())
 
+    kept_memory = mapped_memory
+
     def plain_memory(self, size: int) -> HostPlainMemory:
         """As of the host driver, and of this one by name."""
         memory = super().plain_memory(size)

@@ -14,7 +14,7 @@ import pytest
 
 from cupy_zc import kernels
 from cupy_zc.driver import select
-from cupy_zc.driver.api import Driver
+from cupy_zc.driver.api import Driver, KernelDriver
 from cupy_zc.errors import DriverError
 
 pytestmark = pytest.mark.gpu
@@ -303,3 +303,22 @@ def test_a_copy_is_refused_while_the_current_stream_captures(driver: Driver) -> 
             driver.read(array.data.ptr, 4)
         stream.end_capture()
     assert driver.read(array.data.ptr, 4) == b"\0" * 4
+
+
+@pytest.mark.parametrize("kind", ["kept_memory", "mapped_memory"])
+def test_to_drop_memory_of_kernels_waits_for_none_and_a_wait_frees_it(
+    driver: KernelDriver, kind: str
+) -> None:
+    """The kind of bug: the collector waited for kernels that waited for its thread."""
+    take, stream = getattr(driver, kind), driver.make_stream(non_blocking=True)
+    SPIN((1,), (1,), (0,))
+    driver.synchronize(0)
+    memory = take(123_456)
+    place = memory.ptr
+    with stream:
+        SPIN((1,), (1,), (300_000_000,))
+    del memory
+    assert not stream.done, "the drop waited for the kernel"
+    assert take(123_456).ptr != place
+    driver.synchronize(0)
+    assert place in {each.ptr for each in [take(123_456) for _ in range(3)]}

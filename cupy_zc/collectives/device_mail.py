@@ -76,8 +76,8 @@ class MailSizes(NamedTuple):
             whole_lines: Whether the links keep lines whole; else letters have no data.
         """
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        letter, slot, slots = (1 << 20, 128 << 10, 4) if ranks == 2 else (64 << 10, 64 << 10, 2)
-        return cls(letter if whole_lines else 0, 8, slot, slots, tracks)
+        letter, slot = (1 << 20, 128 << 10) if ranks == 2 else (64 << 10, 64 << 10)
+        return cls(letter if whole_lines else 0, 8, slot, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""

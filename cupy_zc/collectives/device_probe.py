@@ -47,7 +47,7 @@ class DeviceProbe:
 
     def reduce(self, target: _Target) -> int:
         """The sum of the words of all ranks, modulo 2 ** 32."""
-        total = self._driver.plain_memory(8)
+        total = self._driver.kept_memory(8)
         self._launch("reduce", target, total.ptr)
         with using_stream(self._stream, self._driver.current_stream):
             return int.from_bytes(self._driver.read(total.ptr, 8), "little")

@@ -122,7 +122,7 @@ def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
         stream.synchronize()
 
     def check() -> None:
-        counter = driver.plain_memory(8)
+        counter = driver.kept_memory(8)
         for peer in peers:
             for what, at, writer, owner in (
                 (f"rank {peer} wrote to its memory", _place(lane, me, peer), peer, me),
@@ -159,7 +159,7 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
     def gather() -> None:
         nonlocal wrong
         function = driver.load(registry.device, KernelName("ll128_move.cu", "ll128_all_gather"))
-        memory = driver.plain_memory((ranks + 1) * PATTERN_BYTES + 8)
+        memory = driver.kept_memory((ranks + 1) * PATTERN_BYTES + 8)
         counter = memory.ptr + (ranks + 1) * PATTERN_BYTES
         driver.fill(counter, 0, 8, stream)
         args = lane.args()

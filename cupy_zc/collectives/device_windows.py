@@ -35,7 +35,7 @@ class WindowTable:
         self._grow(self.FIRST)
 
     def _grow(self, arenas: int) -> None:
-        memory = self._driver.plain_memory(8 * arenas * self._rows)
+        memory = self._driver.kept_memory(8 * arenas * self._rows)
         self._kept.append(memory)
         self.arenas, self.address = arenas, memory.ptr
 

@@ -200,7 +200,7 @@ class DeviceLocal:
         #: A word that kernels look at: whether they must not do anything.
         self._word: Any = None
         with self._aside():
-            self._word = driver.plain_memory(8)
+            self._word = driver.kept_memory(8)
             driver.write(self._word.ptr, bytes(8))
 
     def preload(self, codes: Iterable[int]) -> None:
@@ -256,7 +256,7 @@ class DeviceLocal:
             return _Table(0, None)
         data = np.array(rows.pairs, "<u8").tobytes()
         with self._aside():
-            memory = self._driver.plain_memory(len(data))
+            memory = self._driver.kept_memory(len(data))
             self._driver.write(memory.ptr, data)
         return _Table(len(rows.pairs), memory)
 

@@ -147,7 +147,7 @@ class NcclEngine:
     def _try_out(self) -> None:
         """Add ones up; rails do what they will do later, so that NCCL connects it now."""
         nbytes = _WARM_BYTES if self._beside else 8 + 2 * self.size
-        memory = self._token = self._driver.plain_memory(nbytes)
+        memory = self._token = self._driver.kept_memory(nbytes)
         with using_stream(self._driver.make_stream(non_blocking=True), self._driver.current_stream):
             stream = self._driver.current_stream()
             self._driver.write(memory.ptr, np.ones(1, "i4").tobytes())

@@ -376,7 +376,14 @@ class KernelDriver(Driver, Protocol):
         ...
 
     def mapped_memory(self, size: int) -> Any:
-        """Zeroed memory of the host, at ``ptr``, that kernels reach at the same address."""
+        """Zeroed memory of the host, at ``ptr``, for kernels of the current device.
+
+        They reach it at the same address. To drop it waits for nothing.
+        """
+        ...
+
+    def kept_memory(self, size: int) -> Any:
+        """Memory of the current device for kernels, at ``ptr``. To drop it waits for nothing."""
         ...
 
     def wait_until_zero(self, stream: Any, address: int) -> None:

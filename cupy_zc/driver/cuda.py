@@ -8,6 +8,7 @@ Works with cuda-bindings 12.9 and 13, whose result tuples agree in everything us
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from .api import (
 )
 from .cuda_calls import Contexts, Handle, call, failure, own, relaxed_capture
 from .cuda_graphs import CudaGraphLease, lease_graph
+from .cuda_kept import Keeper, KeptMemory
 from .cuda_kernels import launch, load
 from .cuda_multicast import CudaMulticast, CudaMulticastObject, require_team
 from .cuda_runtime import CudaEvent, record, runtime_call
@@ -61,7 +63,7 @@ class CudaDriver:
     load, launch = staticmethod(load), staticmethod(launch)
     copy, fill = staticmethod(copy), staticmethod(fill)
     wait_until_zero = staticmethod(wait_until_zero)
-    mapped_memory, plain_memory = staticmethod(mapped_memory), staticmethod(plain_memory)
+    plain_memory = staticmethod(plain_memory)
 
     def __init__(self) -> None:
         call("cuInit", 0)
@@ -76,6 +78,7 @@ class CudaDriver:
         self._thread = threading.local()
         self._thread_keys = itertools.count(-1, -1)
         self._waiting = Waiting(self._contexts)
+        self._keeper = Keeper()
         #: Bytes mapped at an address.
         self._mappings: dict[int, int] = {}
         self.current_stream: Callable[[], Any] = cupy.cuda.get_current_stream
@@ -123,7 +126,19 @@ class CudaDriver:
             DriverError: an earlier kernel failed; or memory is used up to the last and a stream of
                 the device is being captured.
         """
-        self._waiting.wait(device)
+        with self._keeper.waiting(device):
+            self._waiting.wait(device)
+
+    # Memory for kernels
+    def mapped_memory(self, size: int) -> KeptMemory:
+        """Zeroed memory of the host that kernels of the current device reach at this address."""
+        memory = self._keeper.take("mapped", self.current_device(), size, mapped_memory)
+        ctypes.memset(memory.ptr, 0, size)
+        return memory
+
+    def kept_memory(self, size: int) -> KeptMemory:
+        """Memory of the current device; to drop it waits for nothing."""
+        return self._keeper.take("plain", self.current_device(), size, plain_memory)
 
     # Ranges
     def reserve(self, size: int, alignment: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import cuda.bindings.driver as driver
@@ -16,12 +15,10 @@ __all__ = ["copy", "fill", "mapped_memory", "plain_memory", "wait_until_zero"]
 
 
 def mapped_memory(size: int) -> cupy.cuda.PinnedMemory:
-    """Zeroed memory of the host that kernels of any device reach at the same address."""
+    """Memory of the host that kernels of any device reach at the same address."""
     flags = runtime.hostAllocPortable | runtime.hostAllocMapped
     with runtime_call("cudaHostAlloc", f"size={size}"), relaxed_capture():
-        memory = cupy.cuda.PinnedMemory(size, flags)
-    ctypes.memset(memory.ptr, 0, size)
-    return memory
+        return cupy.cuda.PinnedMemory(size, flags)
 
 
 def wait_until_zero(stream: Any, address: int) -> None:
