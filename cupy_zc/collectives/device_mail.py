@@ -76,7 +76,7 @@ class MailSizes(NamedTuple):
             whole_lines: Whether the links keep lines whole; else letters have no data.
         """
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
-        letter, slot = (1 << 20, 128 << 10) if ranks == 2 else (64 << 10, 64 << 10)
+        letter, slot = (1 << 20, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
         return cls(letter if whole_lines else 0, 8, slot, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:

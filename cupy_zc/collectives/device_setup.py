@@ -118,7 +118,9 @@ def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
 
     def write() -> None:
         for peer in peers:
-            _pattern("write", registry, stream, _place(lane, peer, me), me, peer, None)
+            _pattern(
+                "write", driver, registry.device, stream, _place(lane, peer, me), me, peer, None
+            )
         stream.synchronize()
 
     def check() -> None:
@@ -129,7 +131,7 @@ def try_mappings(lane: DeviceLane, registry: Registry, stream: Any) -> None:
                 (f"it wrote to the memory of rank {peer}", _place(lane, peer, me), me, peer),
             ):
                 driver.fill(counter.ptr, 0, 8, stream)
-                _pattern("check", registry, stream, at, writer, owner, counter.ptr)
+                _pattern("check", driver, registry.device, stream, at, writer, owner, counter.ptr)
                 with using_stream(stream, driver.current_stream):
                     wrong = int.from_bytes(driver.read(counter.ptr, 8), "little")
                 if wrong:
@@ -167,14 +169,14 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
         args.count, args.element, args.root = PATTERN_BYTES, 1, EVERY_RANK
         args.budget = nanoseconds(settings().setup_timeout)
         for turn in range(TURNS):
-            _pattern("write", registry, stream, args.input, turn, me, None)
+            _pattern("write", driver, registry.device, stream, args.input, turn, me, None)
             launch_with(driver, function, 8, THREADS, stream, [args])
             # Nothing may queue up behind a kernel that waits for a rank of the same GPU: the work
             # of that rank may be behind it in one of the GPU's queues.
             stream.synchronize()
             for peer in range(ranks):
                 row = args.output + peer * PATTERN_BYTES
-                _pattern("check", registry, stream, row, turn, peer, counter)
+                _pattern("check", driver, registry.device, stream, row, turn, peer, counter)
         with using_stream(stream, driver.current_stream):
             wrong = int.from_bytes(driver.read(counter, 8), "little")
         if lane.record.code:
@@ -194,7 +196,8 @@ def lines_are_whole(lane: DeviceLane, registry: Registry, stream: Any) -> bool:
 
 def _pattern(
     kernel: str,
-    registry: Registry,
+    driver: KernelDriver,
+    device: int,
     stream: Any,
     address: int,
     first: int,
@@ -202,9 +205,7 @@ def _pattern(
     counter: int | None,
 ) -> None:
     """Write or check ``PATTERN_BYTES`` of a pattern that belongs to two numbers."""
-    driver = registry.driver
-    assert isinstance(driver, KernelDriver)
-    function = driver.load(registry.device, KernelName("pattern.cu", f"pattern_{kernel}"))
+    function = driver.load(device, KernelName("pattern.cu", f"pattern_{kernel}"))
     values: list[Any] = [
         ctypes.c_uint64(address),
         ctypes.c_uint64(PATTERN_BYTES // 4),
