@@ -86,6 +86,7 @@ SIZES: dict[str, tuple[str, list[str], int]] = {
     "lines in two steps, 3 ranks": ("lines", ["N=3", "STEPS"], 100_000),
     "packets, 2 ranks": ("lines", ["N=2", "PACKED"], 10_000),
     "packets, 3 ranks": ("lines", ["N=3", "PACKED"], 100_000),
+    "lines of a pair": ("pairs", [], 100_000),
     "ring of one slot, 2 ranks": ("ring", ["N=2", "DEPTH=1", "NUMBERS=4", "PIECES=5"], 100_000),
     "ring of two slots, 2 ranks": ("ring", ["N=2", "DEPTH=2", "NUMBERS=8", "PIECES=3"], 100_000),
     "ring of one slot, 3 ranks": (
@@ -114,6 +115,7 @@ TAKEN_AWAY: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "lines STEPS": (["N=2", "STEPS"], ("ONE_BUFFER", "NO_EPOCH", "SPLIT_LINES")),
     "lines PACKED": (["N=2", "PACKED"], ("ONE_BUFFER", "NO_AGREE", "NO_PACKET_FLAG", "NO_WATCH")),
+    "pairs": ([], ("ONE_BUFFER", "NO_EPOCH", "NO_TURN", "FEW_PLACES", "FAR_AHEAD")),
     "ring": (
         RING,
         (
