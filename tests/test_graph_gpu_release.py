@@ -87,8 +87,8 @@ def test_graphs_captured_and_dropped_leave_memory_flat(backend: str, times: int)
         churn(rank, times)
         after = figures(rank)
         assert after[:2] == before[:2]
-        assert after[2] >= before[2] - (8 << 20)
         assert after[3] <= before[3] + 16  # of segments, which a descriptor of the host driver is
+        assert after[2] >= before[2] - (8 << 20), f"{before[2] - after[2]} bytes did not come back"
         assert rank.comm._registry.lanes.held == ()
         rank.meet()
 
