@@ -16,7 +16,8 @@
 //   greet     waits for the header of the message, and gives the number of blocks that push it, or
 //             0. One that is not expected is reported, and refused: the peer finds that out when it
 //             waits, or calls again, and reports it too
-//   failure   the first one ends the mail of the whole rank: later calls return at once
+//   failure   the first one ends the mail of the whole rank: later calls return at once, and touch
+//             no memory of a peer. The host sets it, too, where graphs outlive the communicator
 //   order     the words of a Desk that one peer writes are relaxed, except `refused`, and the
 //             counters of slots, which mail.cu uses; the own Progress is ordered by the streams
 #pragma once
@@ -35,12 +36,16 @@ class Channel {
 
     __device__ __forceinline__ Channel(const MailArgs& args, bool push, u32 block)
         : part(push ? args.push : args.drain), push(push), block(block), args_(args) {
+        over_ = load_relaxed(&memory<Area>(args_.area).failure) != 0;
         number_ = (load_relaxed(&progress().messages) >> SHARE_BITS) + 1;
     }
 
-    // By all threads of a drain.
+    // Whether the mail had failed when this thread began; others may have seen something else.
+    __device__ __forceinline__ bool is_over() const { return over_; }
+
+    // By all threads of a drain. The peer's memory may be gone where the mail is over.
     __device__ __forceinline__ void tell_what_is_taken() const {
-        if (block == 0 && threadIdx.x == 0) {
+        if (block == 0 && threadIdx.x == 0 && !over_) {
             store_relaxed(&theirs().taken, number_ - 1);
         }
     }
@@ -201,6 +206,7 @@ class Channel {
 
     const MailArgs& args_;
     u64 number_;
+    bool over_;
 };
 
 }  // namespace cupy_zc

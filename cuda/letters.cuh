@@ -76,7 +76,8 @@ static __device__ __forceinline__ void drain_letter(const Channel& channel) {
     u32 line = first_line(channel) + threadIdx.x / 8;
     Pack pack = {0, 0};
     // One lane looks at the header; those that share a line with it go its way.
-    const bool expected = threadIdx.x != blockDim.x - 1 || channel.greet() != 0;
+    const bool expected =
+        !channel.is_over() && (threadIdx.x != blockDim.x - 1 || channel.greet() != 0);
     bool good = from_last_lane(expected) != 0;
     good = good && (line >= end || channel.take(line, pack));
     if (!__syncthreads_and(good)) {

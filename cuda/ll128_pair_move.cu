@@ -28,8 +28,9 @@ class PairMove {
     __device__ __forceinline__ Pack load(u32 line) const {
         return rows_.load(EACH ? 1 - args_.rank : 0, line);
     }
+    // Loaded also where it is in place already: to ask takes registers that there are not.
     __device__ __forceinline__ Pack own(u32 line, const Pack& sent) const {
-        return EACH && copies_ ? rows_.load(args_.rank, line) : sent;
+        return EACH ? rows_.load(args_.rank, line) : sent;
     }
     __device__ __forceinline__ void finish(u32 line, const Pack& own, const Pack& theirs) const {
         rows_.store(1 - args_.rank, line, theirs);

@@ -80,7 +80,7 @@ struct Desk {
 static_assert(sizeof(Desk) == 2432, "parts with different writers share no line of 128 bytes");
 
 struct Area {
-    u64 failure;  // not 0 once something went wrong. Only the own rank's kernels touch it
+    u64 failure;  // not 0 once something went wrong. Only the own rank touches it
     u64 reserved[15];
     Desk desks[MAX_RANKS];
 };

@@ -29,11 +29,11 @@ from cupy_zc.collectives.dtypes import DTYPES, ITEMSIZES, code_of
 from cupy_zc.collectives.plan import REDUCTIONS, ROLES, Operation
 
 _machines = st.builds(
-    lambda ranks, blocks, lines, multicast, deterministic: Machine(
-        ranks, blocks, lines, sizes(ranks), multicast, deterministic
+    lambda ranks, blocks, lines, multicast, deterministic, shared: Machine(
+        ranks, blocks, lines, sizes(ranks), multicast, deterministic, shared=shared
     ),
     st.integers(1, 8), st.integers(1, 132), st.booleans(), st.sampled_from(["", "hardware"]),
-    st.booleans(),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 _items = st.sampled_from([1, 2, 4, 8, 16])
 
@@ -56,7 +56,8 @@ def test_a_plan_fits_the_machine_and_the_lane(
         assert plan.algorithm == "copy"
         return
     pair = "pair" in plan.function
-    assert 1 <= plan.blocks <= min(256, machine.blocks * (2 if pair else 1))
+    twice = pair and not machine.shared  # else the rest is for blocks of another engine
+    assert 1 <= plan.blocks <= min(256, machine.blocks * (2 if twice else 1))
     assert not pair or (machine.ranks == 2 and operation in PAIRED)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512

@@ -5,6 +5,7 @@ Ranks are threads. On the host driver the same tests run without a GPU. No multi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 from graph_ranks import BACKENDS, Rank, emulated, on_all
 
 from cupy_zc import (
+    ClosedError,
     MismatchError,
     enqueue,
     view,
@@ -244,5 +246,41 @@ def test_a_rank_that_captures_alone_is_an_error_on_both(backend: str) -> None:
         rank.comm.all_reduce(array, array)
         assert (rank.read(array) == 2).all()
         rank.meet()
+
+    on_all(backend, body)
+
+
+def test_messages_of_a_graph_are_not_passed_after_a_forced_close(backend: str) -> None:
+    """Nor is memory of the peer touched, which is gone by then."""
+
+    def body(rank: Rank) -> None:
+        given, taken = rank.empty(), rank.empty()
+        rank.fill(given, 5)
+        rank.stream.synchronize()
+        graphs = []
+        for call in (
+            lambda: rank.comm.send_recv(given, taken, 1 - rank.rank),
+            lambda: rank.comm.recv(taken, 1 - rank.rank),
+            lambda: rank.comm.send(given, 1 - rank.rank),
+        ):
+            with rank.capturing() as made:
+                call()
+            graphs += made
+        exchange, recv, send = graphs
+        for turn in (exchange, send, recv, exchange):
+            rank.fill(taken, 7)
+            turn.launch(rank.stream)
+            if turn is not send:
+                assert (rank.read(taken) == 5).all()
+        rank.fill(taken, 7)
+        rank.stream.synchronize()
+        rank.meet()
+        rank.comm.close(force=True)
+        for graph in graphs:
+            with contextlib.suppress(ClosedError):  # the host driver can tell
+                graph.launch(rank.stream)
+        with contextlib.suppress(ClosedError):
+            rank.stream.synchronize()
+        assert (rank.read(taken) == 7).all()
 
     on_all(backend, body)

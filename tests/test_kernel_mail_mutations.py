@@ -84,8 +84,8 @@ MUTATIONS = {
     "header of a letter before its data": (
         "letters.cuh", "!= blockDim.x - 1 || channel.greet() != 0", "!= blockDim.x - 1 || true"),
     "header for each block of a letter": (
-        "letters.cuh", "expected = threadIdx.x != blockDim.x - 1 ||",
-        "expected = channel.block != 0 || threadIdx.x != blockDim.x - 1 ||"),
+        "letters.cuh", "(threadIdx.x != blockDim.x - 1 ||",
+        "(channel.block != 0 || threadIdx.x != blockDim.x - 1 ||"),
     "lines of a block": (
         "letters.cuh", "const u32 end = first_line(channel) + ", "const u32 end = "),
     "header of slots before their data": (

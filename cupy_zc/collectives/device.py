@@ -189,7 +189,7 @@ class DeviceEngine(WithinNode):
         load_all(self._driver, self._device, kernels_of(code, reduction, self._machine))
 
     def close(self) -> None:
-        """Give back what there is, but for lanes: graphs that live keep theirs.
+        """Give back what there is, but for lanes and mail: graphs that live keep theirs.
 
         Now, and not when the last reference is dropped: to release it, some pool would have to wait
         for the device, in the middle of a call of another communicator.
@@ -202,7 +202,8 @@ class DeviceEngine(WithinNode):
             stack.callback(self._windows.close)
             for number in self._lanes.keys() - set(self._registry.lanes.held):
                 stack.callback(self._lanes[number].close)
-            stack.callback(self._mail.close)
+            if not self._registry.leases.live():
+                stack.callback(self._mail.close)
             transfer = self.last(ended=self.is_well())  # it can still be asked for
             self.done = None if transfer is None else Done(None, 0, None, transfer, None)
 
@@ -274,6 +275,7 @@ class DeviceEngine(WithinNode):
         """Make replays of all graphs do nothing from now on. Waits for those under way."""
         self._driver.synchronize(self._device)
         with self._aside():
+            self._mail.shut()
             for number, lane in self._lanes.items():
                 if number:
                     lane.shut()

@@ -77,7 +77,7 @@ class MailSizes(NamedTuple):
         """
         tracks = max(1, min(MAX_TRACKS, blocks // 2))
         letter, slot = (1 << 20, 256 << 10) if ranks == 2 else (64 << 10, 64 << 10)
-        return cls(letter if whole_lines else 0, 8, slot, 2, tracks)
+        return cls(letter if whole_lines else 0, 16, slot, 2, tracks)
 
     def area_bytes(self, ranks: int) -> int:
         """Bytes of an area: the fixed part, and a channel for each peer."""
@@ -213,6 +213,11 @@ class DeviceMail:
             return "something that is no message of this version"
         order = " in Fortran order" if word & 1 else ""
         return f"{word >> 5} elements of {DTYPES[code]}{order}"
+
+    def shut(self) -> None:
+        """Make every launch return at once, from now on: graphs outlive the communicator."""
+        assert self._area is not None
+        self._driver.write(self._area.ptr, (1 << 63).to_bytes(8, "little"))
 
     def close(self) -> None:
         """Drop the area, what was sent to this rank itself, and the streams: all has ended."""

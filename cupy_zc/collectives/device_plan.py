@@ -41,8 +41,8 @@ DeviceAlgorithm: TypeAlias = Literal[
 CHUNK = 8 << 20
 #: Threads of a block, and blocks that the barriers have room for.
 THREADS, MAX_BLOCKS = 512, 256
-#: Multiprocessors of a GPU that no collective uses: a ``send`` that is larger than its channel
-#: waits on the GPU for its receiver, and a collective behind it must fit all the same.
+#: Multiprocessors of a GPU whose room no collective needs: a ``send`` that is larger than its
+#: channel waits on the GPU for its receiver, and a collective behind it must fit all the same.
 KEPT_FREE = 8
 #: Data bytes of a line of 128. Those with elements of 16 bytes have one element less.
 LINE_DATA, LINE_DATA_16 = 120, 112
@@ -63,7 +63,8 @@ class Machine:
     """What all ranks share."""
 
     ranks: int
-    #: Blocks that a launch may have: multiprocessors, fewer where ranks share a GPU.
+    #: Blocks that a launch may have, of kernels that fill a multiprocessor: as many of these as
+    #: there are, fewer where ranks share a GPU.
     blocks: int
     #: Whether the links keep lines of 128 bytes in order, which set-up tests.
     whole_lines: bool
@@ -74,6 +75,8 @@ class Machine:
     deterministic: bool = False
     #: From where an algorithm takes over; None: as in the package.
     tables: Tables | None = None
+    #: Whether multiprocessors are left to another engine, whose blocks need more than half of one.
+    shared: bool = False
 
     @property
     def thresholds(self) -> Tables:
@@ -217,7 +220,9 @@ def _low_latency(
     pair = ranks == 2 and operation in PAIRED
     two_step = row > one and not pair
     lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
-    most = min(2 * machine.blocks, MAX_BLOCKS) if pair else machine.blocks
+    # A second block goes to a multiprocessor when all have one.
+    two = pair and not machine.shared
+    most = min(2 * machine.blocks, MAX_BLOCKS) if two else machine.blocks
     blocks = max(1, min(most, -(-lines // LINES_A_BLOCK)))
     source, function = "ll128_move.cu", f"ll128_{operation.call}"
     if pair:

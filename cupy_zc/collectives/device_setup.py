@@ -77,14 +77,15 @@ def machine_of(
             f"{sides(digests, 'has')}; give all ranks the same one, or none"
         )
     sharing = Counter(uuid for uuid, _, _ in said)
-    # All blocks of all ranks must fit their GPU at once, one a multiprocessor, beside kernels of
-    # mail that wait for their receivers.
+    # All blocks of all ranks must fit their GPU at once, one a multiprocessor or two of the smaller
+    # ones, beside kernels of mail that wait for their receivers.
     kept = KEPT_FREE + spare
     blocks = max(1, min((count - kept) // sharing[uuid] for uuid, count, _ in said))
     blocks = min(blocks, MAX_BLOCKS)
     return Machine(
-        ranks, blocks, True, sizes(ranks, used), deterministic=deterministic, tables=used
-    )
+        ranks, blocks, True, sizes(ranks, used), deterministic=deterministic, tables=used,
+        shared=spare > 0,
+    )  # fmt: skip
 
 
 def zero_on_all(registry: Registry, stream: Any, what: str, address: int, size: int) -> None:
