@@ -6,19 +6,25 @@ Ranks are threads. On the host driver the same tests run without a GPU. No multi
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
-from graph_ranks import BACKENDS, Rank, emulated, on_all
+from collective_workers import collected
+from graph_ranks import BACKENDS, Rank, emulated, make, on_all, run
 
+import cupy_zc
 from cupy_zc import (
     ClosedError,
     MismatchError,
     enqueue,
     view,
 )
+from cupy_zc.memory.graphs import settle
 
 __all__ = ["emulated"]  # a fixture
 
@@ -284,3 +290,37 @@ def test_messages_of_a_graph_are_not_passed_after_a_forced_close(backend: str) -
         assert (rank.read(taken) == 7).all()
 
     on_all(backend, body)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "send_recv"])
+def test_a_graph_keeps_what_it_reads_though_its_communicator_is_gone(
+    backend: str, call: str
+) -> None:
+    """Ends: kernels of a replay read words in memory that others had got meanwhile."""
+
+    def body(rank: Rank) -> Any:
+        given, taken = rank.empty(), rank.empty()
+        with rank.capturing() as made:
+            if call == "all_reduce":
+                rank.comm.all_reduce(given, taken)
+            else:
+                rank.comm.send_recv(given, taken, 1 - rank.rank)
+        rank.comm.close(force=True)
+        return made.pop()
+
+    try:
+        comms = make(backend, 2, timeout=20)
+        engines = [weakref.ref(comm._engine) for comm in comms]
+        graphs = run(comms, body)
+        del comms
+        gc.collect()
+        assert all(engine() is not None for engine in engines)
+        graphs.clear()
+
+        def gone() -> bool:
+            settle()  # as every request for memory does
+            return all(engine() is None for engine in engines)
+
+        collected(gone)
+    finally:
+        cupy_zc.uninstall()

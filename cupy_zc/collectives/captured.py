@@ -116,7 +116,7 @@ class Recorder:
             assert lease.lane is not None
             self._engine.fit_lane(lease.lane, call, staging)
             lease.collectives += 1
-            lease.keep(arrays)
+            lease.keep(arrays, self._engine)
             self._engine.enqueue(call, stream, lease.lane)
 
     def _letter(self, letter: Letter, stream: Any) -> None:
@@ -127,7 +127,7 @@ class Recorder:
             reasons = [place.reason for place in self._engine.places(letter) if place.reason]
             if reasons and self._strict:
                 raise self._refused(letter.call, reasons)
-            bid.lease.keep(arrays)
+            bid.lease.keep(arrays, self._engine)
             self._engine.enqueue(letter, stream)
 
     @contextmanager

@@ -121,10 +121,16 @@ class Lease:
         if self.over:  # another thread found the graph gone meanwhile
             self.unregister()
 
-    def keep(self, arrays: Iterable[Any]) -> None:
-        """Keep the memory of a call's arrays, and count the call."""
+    def keep(self, arrays: Iterable[Any], engine: object) -> None:
+        """Keep what a call needs when it is replayed, and count the call.
+
+        Args:
+            arrays: Of the call, whose memory is kept.
+            engine: Has memory that replays read, though the communicator be closed and dropped.
+        """
         self.calls += 1
         kept = getattr(self, "_memory", {})
+        kept[id(engine)] = engine
         for array in arrays:
             memory = array.data.mem
             segment = getattr(memory, "segment", None)
