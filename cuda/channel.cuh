@@ -43,9 +43,9 @@ class Channel {
     // Whether the mail had failed when this thread began; others may have seen something else.
     __device__ __forceinline__ bool is_over() const { return over_; }
 
-    // By all threads of a drain. The peer's memory may be gone where the mail is over.
+    // By a drain. The peer's memory may be gone where the mail is over.
     __device__ __forceinline__ void tell_what_is_taken() const {
-        if (block == 0 && threadIdx.x == 0 && !over_) {
+        if (!push && block == 0 && threadIdx.x == 0 && !over_) {
             store_relaxed(&theirs().taken, number_ - 1);
         }
     }

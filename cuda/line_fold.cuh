@@ -11,7 +11,7 @@
 namespace cupy_zc {
 
 template <class R>
-using ElementRows = Rows<Element<typename R::E>::UNIT, 120 / R::BYTES * R::BYTES>;
+using ElementRows = Rows<Element<typename R::E>::UNIT, LINE_DATA / R::BYTES * R::BYTES>;
 
 // The own pack and that of the one peer there is, in rank order. Words are chosen: of whole packs the
 // addresses would be, in local memory.

@@ -113,7 +113,7 @@ class Move {
     }
 
     const Args& args_;
-    const Rows<UNIT, 120> rows_;
+    const Rows<UNIT, LINE_DATA> rows_;
     const Route<FROM_ALL, TO_ALL> route_;
     Pack packs_[MAX_RANKS];
 };

@@ -11,10 +11,10 @@
 //             round n - 2 before it sent that one. What comes next is the own line of round n + 2,
 //             over that of round n - 2: hence ROUNDS. A store does not overtake the load of the flag
 //             that the branch before it needs. Between calls: as in lines.cuh
-//   Work      what a line is: `load` gives this lane's part of what is sent, `own` what else of this
-//             rank goes with a line, before the peer's is there, and `finish` stores the result. The
-//             lane that stores a part is the one that loaded it, two rounds ahead at most: outputs
-//             may be inputs, part by part
+//   Work      PairRows and a `finish` that stores the result of a line: `load` gives this lane's part
+//             of what is sent, `own` what of this rank goes with the peer's line, before that is
+//             there. The lane that stores a part is the one that loaded it, two rounds ahead at most:
+//             outputs may be inputs, part by part
 #pragma once
 
 #include "line_rows.cuh"
@@ -44,6 +44,25 @@ class Ring {
 
     const Lines lines_;
     const u32 peer_;
+};
+
+// EACH: the input has a row for each rank, of which the peer gets its own.
+template <class RowsOf, bool EACH>
+class PairRows {
+   public:
+    __device__ __forceinline__ explicit PairRows(const Args& args) : args_(args), rows_(args) {}
+
+    __device__ __forceinline__ u64 lines() const { return rows_.lines(); }
+    __device__ __forceinline__ Pack load(u32 line) const {
+        return rows_.load(EACH ? 1 - args_.rank : 0, line);
+    }
+    __device__ __forceinline__ Pack own(u32 line, const Pack& sent) const {
+        return EACH ? rows_.load(args_.rank, line) : sent;
+    }
+
+   protected:
+    const Args& args_;
+    const RowsOf rows_;
 };
 
 // `Work` is made before the number of the call is known, and loads the first line.

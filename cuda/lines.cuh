@@ -3,9 +3,9 @@
 // Contract
 //   lines     one writer each: the peer whose place it is. Eight lanes store a line in one access,
 //             and load it in one; the flag, 40 bits of the epoch and 24 of the fingerprint plus the
-//             turn, is in the last 8 bytes. What is asked of link and memory, and tested at set-up: what one access
-//             loads is no older than the flag it loads. No other order is needed, and none is
-//             given: accesses are relaxed
+//             turn, is in the last 8 bytes. What is asked of link and memory, and tested at set-up:
+//             what one access loads is no older than the flag it loads. No other order is needed,
+//             and none is given: accesses are relaxed
 //   waits     eight lanes poll a line as a whole. The last of them finds the flag, looks at the
 //             clock, and passes its verdict on: they take the same turn of the loop always, and have
 //             the data with the turn that finds the flag

@@ -19,24 +19,13 @@
 namespace cupy_zc {
 
 template <class R, bool SCATTER>
-class PairReduce {
+class PairReduce : public PairRows<ElementRows<R>, SCATTER> {
    public:
-    __device__ __forceinline__ explicit PairReduce(const Args& args) : args_(args), rows_(args) {}
+    using PairRows<ElementRows<R>, SCATTER>::PairRows;
 
-    __device__ __forceinline__ u64 lines() const { return rows_.lines(); }
-    __device__ __forceinline__ Pack load(u32 line) const {
-        return rows_.load(SCATTER ? 1 - args_.rank : 0, line);
-    }
-    __device__ __forceinline__ Pack own(u32 line, const Pack& sent) const {
-        return SCATTER ? rows_.load(args_.rank, line) : sent;
-    }
     __device__ __forceinline__ void finish(u32 line, const Pack& own, const Pack& theirs) const {
-        rows_.store(0, line, fold_two<R>(args_, own, theirs));
+        this->rows_.store(0, line, fold_two<R>(this->args_, own, theirs));
     }
-
-   private:
-    const Args& args_;
-    const ElementRows<R> rows_;
 };
 
 template <class R>

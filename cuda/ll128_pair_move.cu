@@ -15,33 +15,22 @@
 
 namespace cupy_zc {
 
-// EACH: the input has a row for each rank.
+// The own row is loaded also where it is in place already: to ask takes registers that there are not.
 template <bool EACH, u32 UNIT>
-class PairMove {
+class PairMove : public PairRows<Rows<UNIT, LINE_DATA>, EACH> {
    public:
     __device__ __forceinline__ explicit PairMove(const Args& args)
-        : args_(args),
-          rows_(args),
-          copies_(rows_.input(EACH ? args.rank : 0) != rows_.output(args.rank)) {}
+        : PairRows<Rows<UNIT, LINE_DATA>, EACH>(args),
+          copies_(this->rows_.input(EACH ? args.rank : 0) != this->rows_.output(args.rank)) {}
 
-    __device__ __forceinline__ u64 lines() const { return rows_.lines(); }
-    __device__ __forceinline__ Pack load(u32 line) const {
-        return rows_.load(EACH ? 1 - args_.rank : 0, line);
-    }
-    // Loaded also where it is in place already: to ask takes registers that there are not.
-    __device__ __forceinline__ Pack own(u32 line, const Pack& sent) const {
-        return EACH ? rows_.load(args_.rank, line) : sent;
-    }
     __device__ __forceinline__ void finish(u32 line, const Pack& own, const Pack& theirs) const {
-        rows_.store(1 - args_.rank, line, theirs);
+        this->rows_.store(1 - this->args_.rank, line, theirs);
         if (copies_) {
-            rows_.store(args_.rank, line, own);
+            this->rows_.store(this->args_.rank, line, own);
         }
     }
 
    private:
-    const Args& args_;
-    const Rows<UNIT, 120> rows_;
     const bool copies_;
 };
 

@@ -73,16 +73,12 @@ CUPY_ZC_KERNEL_OF(mail, cupy_zc::MailArgs, 2) {
     using namespace cupy_zc;
     const bool push = blockIdx.x < args.push.blocks;
     const Channel channel(args, push, push ? blockIdx.x : blockIdx.x - args.push.blocks);
-    if (!push) {
-        channel.tell_what_is_taken();
+    channel.tell_what_is_taken();
+    if (channel.part.bytes > args.letter) {
+        pass_slots(channel);
+    } else if (push) {
+        push_letter(channel);
+    } else {
+        drain_letter(channel);
     }
-    if (channel.part.bytes <= args.letter) {
-        if (push) {
-            push_letter(channel);
-        } else {
-            drain_letter(channel);
-        }
-        return;
-    }
-    pass_slots(channel);
 }

@@ -24,7 +24,6 @@ constexpr u32 MAX_TRACKS = 64;
 constexpr u32 BLOCKS_SHIFT = 48;  // of the blocks of a push, above its bytes, in a header
 constexpr u64 LEAST_CHUNK = 8192;
 constexpr u64 FINE = 65536;
-constexpr u32 LINE_DATA = 120;  // bytes of data in a line
 
 struct MailPart {
     u64 array;        // address of what to push, or of where to drain to: any alignment

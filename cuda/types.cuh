@@ -84,6 +84,7 @@ static_assert(sizeof(Pack) == 16, "a pack is one vector access");
 
 constexpr u64 WORD_BYTES = 64;    // what a rank says about a call: 3 words of 16 bytes, and padding
 constexpr u64 LINE_BYTES = 128;   // LL128
+constexpr u32 LINE_DATA = 120;    // of them, the others are a flag
 constexpr u64 PACKET_BYTES = 32;  // LL: a pack as two packets
 
 __device__ constexpr u64 words_offset(u64 parity, u64 from) {

@@ -37,6 +37,7 @@ CONSTANTS = {
     "CODE_TIMEOUT": device_args.TIMEOUT,
     "CODE_MISMATCH": device_args.MISMATCH,
     "WORD_BYTES": device_lane.WORD_BYTES,
+    "LINE_DATA": LINE_DATA,
     "STATE": device_lane.STATE,
     "FAILURE": device_lane.FAILURE,
     "SHARE_BITS": device_lane.SHARE_BITS,

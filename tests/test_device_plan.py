@@ -16,10 +16,14 @@ from cupy_zc.collectives.device_args import described, fingerprint
 from cupy_zc.collectives.device_kernels import kernel_of, kernels_of
 from cupy_zc.collectives.device_multimem import refuse_multimem
 from cupy_zc.collectives.device_plan import (
+    BOTH_WAYS,
     CHUNK,
     LINE_DATA,
     LINE_DATA_16,
-    PAIRED,
+    LINES_A_BLOCK,
+    MAX_BLOCKS,
+    RING_LINES,
+    ROUNDS,
     Launch,
     Machine,
     device_plan,
@@ -42,7 +46,7 @@ def places_of(plan: Launch, lines: int, ranks: int) -> int:
     """The places that so many lines take in the buffer for a peer."""
     if plan.two_step:
         return 2 * -(-lines // ranks)
-    ring = 4 * plan.blocks * plan.threads // 8
+    ring = ROUNDS * plan.blocks * plan.threads // 8
     return min(lines, ring) if "pair" in plan.function else lines
 
 
@@ -58,7 +62,7 @@ def test_a_plan_fits_the_machine_and_the_lane(
     pair = "pair" in plan.function
     twice = pair and not machine.shared  # else the rest is for blocks of another engine
     assert 1 <= plan.blocks <= min(256, machine.blocks * (2 if twice else 1))
-    assert not pair or (machine.ranks == 2 and operation in PAIRED)
+    assert not pair or (machine.ranks == 2 and operation in BOTH_WAYS)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     nbytes = count * itemsize
@@ -98,6 +102,11 @@ def test_an_array_without_elements_still_has_a_plan(
     operation: Operation, itemsize: int, machine: Machine
 ) -> None:
     assert device_plan(operation, 0, itemsize, machine).function or machine.ranks == 1
+
+
+def test_a_ring_has_the_rounds_that_the_kernels_count() -> None:
+    assert f"constexpr u32 ROUNDS = {ROUNDS};" in kernels.source("line_pairs.cuh")
+    assert RING_LINES == ROUNDS * MAX_BLOCKS * LINES_A_BLOCK
 
 
 def test_scratch_holds_a_line_of_every_row_and_a_whole_number_of_lines() -> None:

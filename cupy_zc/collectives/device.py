@@ -202,8 +202,7 @@ class DeviceEngine(WithinNode):
             stack.callback(self._windows.close)
             for number in self._lanes.keys() - set(self._registry.lanes.held):
                 stack.callback(self._lanes[number].close)
-            if not self._registry.leases.live():
-                stack.callback(self._mail.close)
+            stack.callback(self._mail.close, graphs=bool(self._registry.leases.live()))
             transfer = self.last(ended=self.is_well())  # it can still be asked for
             self.done = None if transfer is None else Done(None, 0, None, transfer, None)
 

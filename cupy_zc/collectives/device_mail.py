@@ -219,9 +219,14 @@ class DeviceMail:
         assert self._area is not None
         self._driver.write(self._area.ptr, (1 << 63).to_bytes(8, "little"))
 
-    def close(self) -> None:
-        """Drop the area, what was sent to this rank itself, and the streams: all has ended."""
-        self._area = None
+    def close(self, *, graphs: bool) -> None:
+        """Drop the area, what was sent to this rank itself, and the streams: all has ended.
+
+        Args:
+            graphs: Whether some live that call it, and read the area when they are replayed.
+        """
+        if not graphs:
+            self._area = None
         self._own.close()
         self._streams.clear()
 

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from .call import Call
 from .device_args import Sizes
 from .device_multimem import BLOCKS, Multicast, multimem_kernel, refuse_multimem
-from .device_tables import MOST, Tables, at
+from .device_tables import Tables, at
 from .plan import ROLES, Operation
 
 __all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "plan_of", "sizes"]
@@ -50,12 +50,14 @@ LINE_DATA, LINE_DATA_16 = 120, 112
 PATTERN_BYTES = 1 << 16
 #: Lines for which a block of LL128 has lanes at a time; bytes that a block of others handles.
 LINES_A_BLOCK, BYTES_A_BLOCK = 64, 16 << 10
-#: What goes both ways between two ranks: two blocks of its kernels fit on a multiprocessor, and a
-#: buffer has so many lines.
-PAIRED = frozenset(
+#: What goes both ways: between two ranks two blocks of its kernels fit on a multiprocessor, and it
+#: needs no more lines of a buffer than a ring has.
+BOTH_WAYS = frozenset(
     {Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
 )
-RING_LINES = 4 * MAX_BLOCKS * LINES_A_BLOCK
+#: Lines of a ring for each group of lanes, and of all rings of the largest grid.
+ROUNDS = 4
+RING_LINES = ROUNDS * MAX_BLOCKS * LINES_A_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +107,21 @@ class Launch(NamedTuple):
         return self.algorithm == "push_reduce"
 
 
+def _is_pair(operation: Operation, ranks: int) -> bool:
+    """Whether it has kernels of its own for so many ranks, with rings (cuda/line_pairs.cuh)."""
+    return ranks == 2 and operation in BOTH_WAYS
+
+
 def sizes(ranks: int, tables: Tables | None = None) -> Sizes:
     """Capacities of the lanes of so many ranks."""
     ranks, tables = max(2, ranks), tables or Tables.own()
-    ring = RING_LINES if ranks == 2 else MOST
-    steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
-    lines = max(-(-PATTERN_BYTES // LINE_DATA_16), min(steps, ring))
+    lines = -(-PATTERN_BYTES // LINE_DATA_16)
     for operation in Operation:
         needed = -(-at(tables.ll128(operation), ranks) // LINE_DATA_16)
-        lines = max(lines, min(needed, ring) if operation in PAIRED else needed)
+        if operation is Operation.ALL_REDUCE:
+            steps = 2 * -(-at(tables.ll128_two_steps, ranks) // (LINE_DATA_16 * ranks)) + 2
+            needed = max(needed, steps)
+        lines = max(lines, min(needed, RING_LINES) if _is_pair(operation, ranks) else needed)
     packs = -(-at(tables.ll_one_step, ranks) // 16)
     # Those of the switch have places for the rank itself as well: multimem_packs of types.cuh.
     switched = -(-max(tables.multimem_ll.values(), default=0) // 16)
@@ -217,12 +225,12 @@ def _low_latency(
     two = at(tables.ll128_two_steps, ranks) if all_reduce else one
     if row > max(one, two):
         return None
-    pair = ranks == 2 and operation in PAIRED
+    pair = _is_pair(operation, ranks)
     two_step = row > one and not pair
     lines = -(-row // (LINE_DATA_16 if reduces and itemsize == 16 else LINE_DATA))
     # A second block goes to a multiprocessor when all have one.
-    two = pair and not machine.shared
-    most = min(2 * machine.blocks, MAX_BLOCKS) if two else machine.blocks
+    twice = pair and not machine.shared
+    most = min(2 * machine.blocks, MAX_BLOCKS) if twice else machine.blocks
     blocks = max(1, min(most, -(-lines // LINES_A_BLOCK)))
     source, function = "ll128_move.cu", f"ll128_{operation.call}"
     if pair:
