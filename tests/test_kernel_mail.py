@@ -184,6 +184,22 @@ def test_a_sender_runs_ahead_of_its_receiver_as_far_as_there_is_room(
     assert [record.code for record in mail.play(scene).records] == [0, 0]
 
 
+def test_one_letter_less_than_there_are_fits_whatever_was_received_before(
+    mail: Mail, rng: np.random.Generator
+) -> None:
+    """The last one that was received is told by the next drain alone."""
+    before = Scene(2, letters=4)
+    for _ in range(3):
+        before.send(0, 1, content(rng, SMALL))
+        before.recv(1, 0, SMALL)
+    check(before, mail.play(before))
+    for count, code in ((3, 0), (1, TIMEOUT)):
+        more = Scene(2, letters=4, fresh=False, budget=2_000_000)
+        for _ in range(count):
+            more.send(0, 1, content(rng, SMALL))
+        assert mail.play(more).records[0].code == code
+
+
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
 @pytest.mark.parametrize("sent", [SMALL, MIDDLE, LARGE])
 def test_a_message_that_was_not_expected_is_an_error_and_writes_nothing(

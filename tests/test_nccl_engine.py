@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,9 @@ from cupy_zc.collectives import nccl as engine
 from cupy_zc.collectives import opening
 from cupy_zc.collectives.acts import Sizes
 from cupy_zc.collectives.device_lane import DeviceLane
+from cupy_zc.collectives.device_plan import device_plan
 from cupy_zc.collectives.nccl_calls import refuse_nccl_reduction
+from cupy_zc.collectives.plan import Operation
 from cupy_zc.group import vote
 from cupy_zc.registration import Registry
 
@@ -90,6 +93,21 @@ def test_rails_of_nccl_beside_nodes_of_kernels_do_what_numpy_says(
                 work.check(comm, case, buffers)
 
         work.run(comms, body)
+
+
+def test_kernels_of_a_node_leave_multiprocessors_to_the_rails(
+    device: EmulatedDriver, nccl: FakeNccl
+) -> None:
+    """A second block of a kernel would go to each of those that the first ones left."""
+    with pretend((0, 0, 1, 1), driver=device, backend="hierarchical", register="manual") as comms:
+        engines: list[Any] = [comm._engine for comm in comms]
+        for each in engines:
+            machine = each._engine._machine
+            plan = device_plan(Operation.ALL_REDUCE, 1 << 12, 4, machine)
+            assert plan.function == "ll128_pair_all_reduce"
+            assert plan.blocks <= machine.blocks
+            alone = dataclasses.replace(machine, shared=False)
+            assert device_plan(Operation.ALL_REDUCE, 1 << 12, 4, alone).blocks > plan.blocks
 
 
 @pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=["one node", "two nodes"])
