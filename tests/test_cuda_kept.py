@@ -88,6 +88,33 @@ def test_the_collector_may_drop_it_in_any_thread() -> None:
     assert keeper.take("plain", 0, 8, make).ptr == 1000
 
 
+def test_the_collector_does_not_free_what_is_kept() -> None:
+    """The kind of bug: an object that is put back by a finalizer had others that were finalized.
+
+    Those of a cycle are all finalized, and only then does the collector ask which of them live on.
+    """
+    freed = []
+
+    class Memory:
+        ptr = 4096
+
+        def __del__(self) -> None:
+            freed.append(self.ptr)
+
+    keeper = Keeper()
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [keeper.take("mapped", 0, 8, lambda size: Memory())]
+        cycle.append(cycle)
+
+    leave_garbage()
+    gc.collect()
+    assert not freed
+    with keeper.waiting(0):
+        pass
+    assert keeper.take("mapped", 0, 8, Maker()).ptr == 4096
+
+
 _steps = st.one_of(
     st.tuples(st.just("take"), st.integers(0, 1), st.integers(1, 2000)),
     st.tuples(st.just("drop"), st.integers(0, 20), st.none()),

@@ -22,7 +22,7 @@ _LEAST = 512
 
 class _Block(NamedTuple):
     key: _Key
-    memory: Any
+    ptr: int
 
 
 class KeptMemory:
@@ -37,7 +37,7 @@ class KeptMemory:
     def __init__(self, block: _Block, dropped: collections.deque[_Block]) -> None:
         self._block = block
         self._dropped = dropped
-        self.ptr: int = block.memory.ptr
+        self.ptr = block.ptr
 
     def __del__(self) -> None:
         self._dropped.append(self._block)
@@ -50,6 +50,9 @@ class Keeper:
         #: Where kernels that are under way may still use it.
         self._dropped: collections.deque[_Block] = collections.deque()
         self._free: dict[_Key, collections.deque[_Block]] = {}
+        #: What was allocated, and is never freed. Blocks do not have it: what is reached from a
+        #: dropped block alone the collector finalizes, though the block be kept.
+        self._made: list[Any] = []
 
     def take(self, kind: str, device: int, size: int, make: Callable[[int], Any]) -> KeptMemory:
         """A block of ``size`` bytes or more, with anything in it.
@@ -65,7 +68,9 @@ class Keeper:
         try:
             block = self._free[key].popleft()
         except (KeyError, IndexError):  # none, or another thread has the last one
-            block = _Block(key, make(size))
+            memory = make(size)
+            self._made.append(memory)
+            block = _Block(key, memory.ptr)
         return KeptMemory(block, self._dropped)
 
     @contextmanager
