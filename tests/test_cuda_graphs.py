@@ -150,6 +150,56 @@ def test_an_event_after_a_failed_kernel_says_so(fake: FakeBindings, driver: Cuda
     assert modes(fake) == RELAXED_THEN_GLOBAL
 
 
+@pytest.mark.parametrize(
+    ("answers", "query", "recorded", "asked", "found"),
+    [
+        ([False, False], None, True, True, True),
+        ([True], None, False, False, False),
+        ([False, True], None, True, False, False),  # a captured event is not asked for
+        ([False, False], "CUDA_ERROR_CAPTURED_EVENT", True, True, False),
+        ([False, False], "CUDA_ERROR_INVALID_VALUE", True, True, False),
+    ],
+)
+def test_an_event_on_a_stream_that_another_thread_captures_is_none(
+    fake: FakeBindings,
+    driver: CudaDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[bool],
+    query: str | None,
+    recorded: bool,
+    asked: bool,
+    found: bool,
+) -> None:
+    """The kind of bug: a stream was asked whether it captures, and did when the answer was used.
+
+    To ask for an event of a capture that has not ended makes the capture invalid.
+    """
+    made = []
+    init = cupy.cuda.Event.__init__
+
+    def note(event: Any, **options: Any) -> None:
+        made.append(event)
+        init(event, **options)
+
+    monkeypatch.setattr(cupy.cuda.Event, "__init__", note)
+    monkeypatch.setattr(driver, "is_capturing", lambda ptr: answers.pop(0))
+    if query is not None:
+        fake.fail["cuEventQuery"] = [getattr(RESULT, query)]
+    event = driver.try_record_event(FakeStream(0x70))
+    assert (event is not None) == found
+    assert bool(made) == recorded
+    assert ("cuEventQuery" in [name for name, _ in fake.calls]) == asked
+    assert not answers
+
+
+def test_a_point_behind_a_failed_kernel_is_no_capture(
+    fake: FakeBindings, driver: CudaDriver
+) -> None:
+    fake.fail["cuEventQuery"] = [RESULT.CUDA_ERROR_ILLEGAL_ADDRESS]
+    with pytest.raises(DriverError, match="restart the process"):
+        driver.try_record_event(FakeStream(0x70))
+
+
 @pytest.mark.parametrize("call", ["cudaEventCreateWithFlags", "cudaEventRecord"])
 def test_a_failure_to_record_is_a_driver_error(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, call: str

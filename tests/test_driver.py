@@ -336,6 +336,17 @@ def test_an_event_is_done_when_its_stream_is(driver):
     driver.synchronize(driver.current_device())
 
 
+def test_a_stream_that_captures_gives_no_event_and_its_capture_goes_on(driver):
+    stream = driver.make_stream(non_blocking=True)
+    event = driver.try_record_event(stream)
+    stream.synchronize()
+    assert event.done
+    stream.begin_capture()
+    assert driver.try_record_event(stream) is None
+    assert stream.end_capture() is not None
+    assert driver.try_record_event(stream) is not None
+
+
 def test_a_capture_has_an_id_of_its_own_and_forks_share_it(driver):
     first, second = driver.make_stream(non_blocking=True), driver.make_stream(non_blocking=True)
     assert driver.capture_info(first) is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import time
 
 import cupy
 import pytest
@@ -50,6 +52,76 @@ def test_a_temporary_of_a_capture_is_never_handed_to_anyone_else(pool, driver):
     _, other = capture(pool, driver)
     assert other != address
     assert graph is not None
+
+
+def test_captures_come_and_go_in_one_thread_while_another_one_asks_for_memory(pool, driver):
+    """Ends: an event recorded on a stream in whose thread the next capture had begun meanwhile."""
+    ended, failures = threading.Event(), []
+    device = driver.current_device()
+
+    def other():
+        try:
+            with driver.use_device(device), driver.make_stream(non_blocking=True):
+                held = []
+                while not ended.is_set():
+                    held.append(pool.malloc(1 << 20))  # none free: looks at what graphs have left
+                    if len(held) == 4:
+                        held.clear()
+                        pool.free_all_blocks()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=other)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        with driver.make_stream(non_blocking=True) as stream:
+            for _ in range(500):
+                stream.begin_capture()
+                pointer = pool.malloc(1000)
+                del pointer
+                assert stream.end_capture() is not None
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join(30)
+    assert not failures
+
+
+@pytest.mark.parametrize("question", [1, 2])
+def test_a_capture_that_begins_while_the_last_graph_is_looked_at_is_left_alone(
+    pool, driver, monkeypatch, question
+):
+    """Ends: the same, with the other thread's step in between."""
+    with driver.make_stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        pool.malloc(1000)
+        graph = stream.end_capture()
+    asked, questions = driver.is_capturing, 0
+
+    def begin_behind_the_question(pointer):
+        nonlocal questions
+        answer = asked(pointer)
+        questions += pointer == stream.ptr
+        if pointer == stream.ptr and questions == question:
+            with stream:
+                stream.begin_capture()
+        return answer
+
+    monkeypatch.setattr(driver, "is_capturing", begin_behind_the_question)
+    del graph
+    held = []
+    for _ in range(50):  # CUDA tells of the end of a graph a moment later
+        held.append(pool.malloc(4 * MiB))
+        time.sleep(0.001)
+    monkeypatch.setattr(driver, "is_capturing", asked)
+    with stream:
+        if not driver.is_capturing(stream.ptr):
+            stream.begin_capture()
+        held.append(pool.malloc(1000))
+        assert stream.end_capture() is not None
+    held.append(pool.malloc(1000))
 
 
 def test_a_temporary_is_reused_inside_its_capture(pool, driver):

@@ -307,6 +307,10 @@ class Driver(Protocol):
         """Record a new event at the end of ``stream``, which must not be capturing."""
         ...
 
+    def try_record_event(self, stream: Any) -> Event | None:
+        """As :meth:`record_event`, of any thread's stream; None where it is, or was, capturing."""
+        ...
+
     def follow(self, stream: Any, other: Any) -> None:
         """Let later work of a stream wait for all that is enqueued on another one now.
 

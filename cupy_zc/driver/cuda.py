@@ -26,6 +26,7 @@ from .api import (
     MemoryInfo,
     MulticastHandle,
     SegmentHandle,
+    capturing,
 )
 from .cuda_calls import Contexts, Handle, call, failure, own, relaxed_capture
 from .cuda_graphs import CudaGraphLease, lease_graph
@@ -316,6 +317,13 @@ class CudaDriver:
     def record_event(self, stream: Any) -> CudaEvent:
         """Record a new event at the end of ``stream``, which must not be capturing."""
         return CudaEvent(self._record(stream))
+
+    def try_record_event(self, stream: Any) -> CudaEvent | None:
+        """The same for a stream of another thread, which may begin and end a capture meanwhile."""
+        if capturing(self, stream):
+            return None
+        event = self.record_event(stream)
+        return None if capturing(self, stream) or event.captured else event
 
     def follow(self, stream: Any, other: Any) -> None:
         """Let a stream wait for another one of its device, captured or not."""

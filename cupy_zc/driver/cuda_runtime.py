@@ -15,6 +15,10 @@ from .cuda_calls import call, failure, relaxed_capture
 
 __all__ = ["CudaEvent", "record", "runtime_call"]
 
+_NOT_READY = "CUDA_ERROR_NOT_READY"
+#: What CUDA says of an event that was recorded in a capture, before and after its end.
+_CAPTURED = ("CUDA_ERROR_CAPTURED_EVENT", "CUDA_ERROR_INVALID_VALUE")
+
 
 @contextlib.contextmanager
 def runtime_call(name: str, detail: str = "") -> Iterator[None]:
@@ -67,6 +71,15 @@ class CudaEvent:
             self._recorded += 1
 
     @property
+    def captured(self) -> bool:
+        """Whether it was recorded in a capture that has ended; another one is no matter.
+
+        Raises:
+            DriverError: a kernel before the point failed.
+        """
+        return self._ask(_NOT_READY, *_CAPTURED) in _CAPTURED
+
+    @property
     def done(self) -> bool:
         """Whether all work before the point is done. Never waits.
 
@@ -75,15 +88,21 @@ class CudaEvent:
         """
         asked = self._recorded
         if asked != self._seen:
-            with relaxed_capture():
-                try:
-                    call("cuEventQuery", self._event.ptr)
-                except DriverError as error:
-                    if error.result != "CUDA_ERROR_NOT_READY":
-                        raise
-                    return False
+            if self._ask(_NOT_READY):
+                return False
             self._seen = asked
         return asked == self._recorded
+
+    def _ask(self, *expected: str) -> str:
+        """What CUDA says of it, of what is expected; empty: it is done."""
+        with relaxed_capture():
+            try:
+                call("cuEventQuery", self._event.ptr)
+            except DriverError as error:
+                if error.result not in expected:
+                    raise
+                return error.result
+        return ""
 
 
 def record(stream: Any, device: int) -> cupy.cuda.Event:

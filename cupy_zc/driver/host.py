@@ -172,6 +172,12 @@ class HostDriver(HostMemory):
         """Record a new event at the end of ``stream``, which must not be capturing."""
         return self._streams.resolve("cuEventRecord", stream).record_outside_capture()
 
+    def try_record_event(self, stream: Any) -> HostEvent | None:
+        """As :meth:`record_event`; None where the stream is capturing."""
+        stream = self._streams.resolve("cuEventRecord", stream)
+        with self._streams.changed:
+            return None if stream.capture is not None else stream.record()
+
     def follow(self, stream: Any, other: Any) -> None:
         """Let a stream wait for another one, captured or not."""
         resolve = self._streams.resolve

@@ -270,7 +270,7 @@ class HostStream:
             if self.capture is not None:
                 cause = "the stream is capturing; an event recorded now could not be waited for"
                 raise refused("cuEventRecord", Result.STREAM_CAPTURE_UNSUPPORTED, repr(self), cause)
-        return self.record()
+            return self.record()
 
     def point(self, call: str) -> Point | CapturedPoint:
         """Where the stream stands now, for an event."""

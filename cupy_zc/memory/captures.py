@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..driver.api import Event, GraphLease, capturing
+from ..driver.api import Event, GraphLease
 from .blocks import Home, Segment
 
 if TYPE_CHECKING:
@@ -102,18 +102,15 @@ class Captures:
     def _target(self, stream: Any) -> Home:
         """Where memory of a graph goes that was captured on a stream; None: one that is gone.
 
-        One that captures the next graph may be impossible to ask for its key. Then the memory goes
-        where that of streams goes that are gone: whoever is next gets it.
+        One whose key is not known cannot be asked for it, as it may be another thread's, which may
+        begin the next capture right now. Then the memory goes where that of streams goes that are
+        gone: whoever is next gets it.
         """
-        if stream is not None and capturing(self._pool.driver, stream):
-            stream = stream if hasattr(stream, "_cupy_zc_key") else None
-        return self._pool.eager_home(stream)
+        return self._pool.eager_home(stream if hasattr(stream, "_cupy_zc_key") else None)
 
     def _point(self, stream: Any) -> Event | None:
         """A point behind the work of a stream; None where it cannot be asked for one."""
-        if stream is None or capturing(self._pool.driver, stream):
-            return None
-        return self._pool.driver.record_event(stream)
+        return None if stream is None else self._pool.driver.try_record_event(stream)
 
     def _dissolve(self, home: Home, target: Home, point: Event | None) -> None:
         home.merge_parked()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..driver.api import Driver, GraphLease, capturing
+from ..driver.api import Driver, GraphLease
 from .blocks import Bin, Block
 from .region import Region
 
@@ -108,10 +108,8 @@ class Deferred:
         def passed() -> bool:
             nonlocal event
             if event is None:
-                if capturing(self._driver, stream):
-                    return False  # an event now would become part of the graph
-                event = self._driver.record_event(stream)
-            return bool(event.done)
+                event = self._driver.try_record_event(stream)
+            return event is not None and bool(event.done)
 
         return passed
 
