@@ -12,6 +12,9 @@
 //             modulo 2^24, and neither is ever DEPTH ahead of what the other waits for: no array is
 //             too long. Flags of former calls have other epochs, so nothing is reset; an epoch
 //             repeats after 2^40 calls
+//   own       OWN: a receiver also waits for the sender of its own pair, in its own lane, as what it
+//             overwrites may be the input. That one goes ahead as far as the peer's receiver lets it,
+//             so the number counts any number of pieces ahead
 //   signal    all that the block stored or loaded before comes before it (barrier, release); what
 //             the partner blocks do after `await` comes after (acquire, barrier). So a receiver
 //             sees the whole piece, and a sender overwrites no slot that is still being read
@@ -52,25 +55,29 @@ class Flags {
    public:
     __device__ __forceinline__ Flags(const Args& args, u64 epoch) : args_(args), epoch_(epoch) {}
 
-    // Tells the partner blocks of all peers that this block is done with `number` pieces.
+    // Tells the partner blocks of all peers that this block is done with `number` pieces; and its
+    // own partner, if OWN.
+    template <bool OWN = false>
     __device__ __forceinline__ void signal(u64 number) const {
         const u32 peer = threadIdx.x;
         __syncthreads();
-        if (peer < args_.size && peer != args_.rank) {
+        if (peer < args_.size && (OWN || peer != args_.rank)) {
             store_release(flag(peer, args_.rank, blockIdx.x),
                           epoch_ << NUMBER_BITS | (number & NUMBERS));
         }
     }
 
-    // Waits until the partner blocks of all peers are done with `number` pieces; the same answer on
-    // all threads.
+    // Waits until the partner blocks of all peers, and the own one if OWN, are done with `number`
+    // pieces; the same answer on all threads.
+    template <bool OWN = false>
     __device__ __forceinline__ bool await(u64 number) const {
         const u32 peer = threadIdx.x;
         bool done = true;
-        if (peer < args_.size && peer != args_.rank) {
+        if (peer < args_.size && (OWN || peer != args_.rank)) {
             const u64* const mine = flag(args_.rank, peer, blockIdx.x ^ 1u);
+            const u64 most = peer == args_.rank ? (NUMBERS + 1) / 2 : DEPTH;
             Watch watch;
-            while (done && !counts(load_acquire(mine), number)) {
+            while (done && !counts(load_acquire(mine), number, most)) {
                 done = !watch.over(args_, epoch_, peer);
             }
         }
@@ -83,9 +90,10 @@ class Flags {
     __device__ __forceinline__ u64* flag(u32 at, u32 from, u32 block) const {
         return reinterpret_cast<u64*>(args_.lanes[at] + flag_offset(from, block));
     }
-    __device__ __forceinline__ bool counts(u64 value, u64 number) const {
+    // Whether a flag says `number`, or less than `most` beyond.
+    __device__ __forceinline__ bool counts(u64 value, u64 number, u64 most) const {
         const bool of_this_call = (value ^ (epoch_ << NUMBER_BITS)) <= NUMBERS;
-        return of_this_call && ((value - number) & NUMBERS) < DEPTH;
+        return of_this_call && ((value - number) & NUMBERS) < most;
     }
 
     const Args& args_;

@@ -11,11 +11,18 @@ from emulated_cases import DTYPES, FLOAT32, check, values
 #: Elements and operations that are compiled: float sum, byte sum, long maximum, half average,
 #: complex product.
 PAIRS = ((11, 0), (2, 0), (7, 3), (9, 4), (14, 1))
-CASES = ("push_reduce", "push_reduce to a root", "push_reduce_scatter")
+CASES = (
+    "push_reduce", "push_reduce to a root", "push_reduce_scatter", "push_reduce in one hop"
+)  # fmt: skip
 SIZES = (2, 3, 4, 8)
 DEPTH = 4
 #: What gives the same result by other means.
 TWIN = {"push_reduce": "two_shot", "push_reduce_scatter": "reduce_scatter"}
+
+
+def possible(case: str, size: int) -> bool:
+    """Whether so many ranks do that; others stage where two take one hop."""
+    return size == 2 or "one hop" not in case
 
 
 def push_launch(
@@ -32,7 +39,10 @@ def push_launch(
     threads: int = 32,
     skewed: bool = False,
 ) -> Launch:
-    """A launch whose slots hold so many lines of 128 bytes; inputs are not registered."""
+    """A launch whose slots hold so many lines of 128 bytes; inputs are not registered.
+
+    In one hop go two ranks one of which has an output that is not registered, either.
+    """
     kernel = case.split()[0]
     rows = size if kernel == "push_reduce_scatter" else 1
     element, operation = pair
@@ -53,6 +63,8 @@ def push_launch(
             entry.in_place = "input in output" if rows == 1 else "output in input"
             entry.row = rank if rows > 1 else 0
         ranks.append(entry)
+    if "one hop" in case:
+        ranks[rng.integers(size)].registered_output = False
     pairs = max(1, blocks // 2)
     return Launch(
         kernel,

@@ -254,6 +254,43 @@ def test_a_loop_repeats_its_call_until_registrations_change(
         work.run(comms, body)
 
 
+@pytest.mark.parametrize(
+    ("register", "registered"), [("manual", ()), ("manual", (0,)), ("manual", (0, 1)), ("auto", ())]
+)
+def test_two_ranks_reduce_large_arrays_of_any_memory_without_a_copy(
+    device: EmulatedDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    register: str,
+    registered: tuple[int, ...],
+) -> None:
+    """It is registered on its own all the same: in two hops some sizes are quicker."""
+    count = 30_001
+    with ranks(2, device, strict=True, register=register) as comms:
+        choose(monkeypatch, "largest")
+
+        def body(comm: Communicator) -> None:
+            pool = MemoryPool(driver=device, segment_size=1 << 18)
+            given = [np.arange(count, dtype="f4") % (7 + rank) for rank in range(2)]
+            source, target = (cupy.ndarray(count, "f4", pool.malloc(4 * count)) for _ in range(2))
+            other = cupy.ndarray(1, "f4", pool.malloc(1 << 18))  # of another segment
+            if registered:
+                comm.register(target if comm.rank in registered else other)
+            for output in (target, source):  # in place as well
+                put(source, given[comm.rank])
+                put(target, np.full(count, np.nan, "f4"))
+                meet(comm)
+                comm.all_reduce(source, output)
+                meet(comm)
+                np.testing.assert_array_equal(got(output), given[0] + given[1])
+                assert zero_copy(comm)
+                assert comm.last_transfer is not None
+                assert comm.last_transfer.algorithm == "push_reduce"
+                there = comm._registry.locate(output)[2]
+                assert there == (register == "auto" or comm.rank in registered)
+
+        work.run(comms, body)
+
+
 def test_loops_over_several_arrays_of_one_shape_do_not_mix_them_up(device: EmulatedDriver) -> None:
     """They share the arguments of a kernel, which a loop over one of them fills only once."""
     with ranks(2, device) as comms:

@@ -91,7 +91,7 @@ def test_every_rank_ends_soon_after_the_host_gave_up_one_that_never_comes(
 @pytest.mark.parametrize(
     ("case", "file", "old", "new"),
     [
-        ("push_reduce", "push_reduce.cu", "!flags.await(piece + 1)",
+        ("push_reduce", "push_reduce.cu", "!flags.await<OWN<HOW>>(piece + 1)",
          "(args.rank == 1 && piece == 4) || !flags.await(piece + 1)"),
         ("two_shot", "exchange.cuh", "!meet(args, epoch, ++step)",
          "args.rank == 1 || !meet(args, epoch, ++step)"),

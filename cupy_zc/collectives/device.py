@@ -223,14 +223,14 @@ class DeviceEngine(WithinNode):
             if work.operation is Operation.ALL_TO_ALL and work.in_place:
                 places.append(Place(-1, 0, "all_to_all in place stages the output", None))
             else:
-                places.append(self._place(output, "the output"))
+                places.append(self._place(output, "the output", any_memory=plan.output_any))
         return tuple(places)
 
-    def _place(self, array: Any, name: str) -> Place:
+    def _place(self, array: Any, name: str, *, any_memory: bool = False) -> Place:
         arena, offset, registered, reason, segment = self._registry.locate(array)
         if registered:
             return Place(arena, offset, "", None)
-        return Place(-1, 0, f"{name} is staged: {reason}", segment)
+        return Place(-1, 0, "" if any_memory else f"{name} is staged: {reason}", segment)
 
     def _locate(self, array: Any) -> int:
         """Where peers find an array, for a kernel."""
@@ -328,7 +328,7 @@ class DeviceEngine(WithinNode):
         if reasons:
             transfer = dataclasses.replace(transfer, zero_copy=False, reason="; ".join(reasons))
         # What peers do with a captured call is known when its graph is replayed, and not here.
-        remote = plan.input_remote or plan.output_remote
+        remote = plan.input_remote or (plan.output_remote and not plan.output_any)
         where = self._lanes[lane] if remote and not lane else None
         self.done = done = Done(call.operation, call.root, plan, transfer, where)
         self._in(stream)

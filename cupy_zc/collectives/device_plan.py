@@ -10,9 +10,10 @@ others          ll128             push: store into the outputs of the peers
 ==============  ================  =================  ==============================================
 
 The low-latency algorithms need no registration, as data pass through buffers of the lane on their
-way; so does the input of push_reduce. The others read or write the arrays of peers, which must be
-registered or are staged. Between two ranks, what goes both ways goes through a ring in those
-buffers (cuda/line_pairs.cuh), whatever its size.
+way; so does the input of push_reduce, and all that two ranks send where an output of their
+all_reduce is not registered. The others read or write the arrays of peers, which must be registered
+or are staged. Between two ranks, what goes both ways goes through a ring in those buffers
+(cuda/line_pairs.cuh), whatever its size.
 
 Where the ranks have multicast, all_reduce and broadcast go through the switch instead where that
 saves time (device_multimem.py): multimem, and multimem_ll for the smallest.
@@ -100,6 +101,9 @@ class Launch(NamedTuple):
     #: Whether peers read the input, or write the output, so that it must be registered or staged.
     input_remote: bool
     output_remote: bool
+    #: Whether an output that is not registered is no matter: data come through rings to where its
+    #: own rank writes it.
+    output_any: bool = False
 
     @property
     def uses_rings(self) -> bool:
@@ -173,15 +177,18 @@ def device_plan(
             True, False,
         )  # fmt: skip
     if pushes and row >= at(machine.thresholds.push_reduce, machine.ranks):
-        return _push_reduce("push_reduce", machine, True)
+        whole = operation is Operation.ALL_REDUCE and machine.ranks == 2
+        return _push_reduce("push_reduce", machine, True, output_any=whole)
     return Launch("two_shot", "two_shot.cu", "two_shot", True, blocks, THREADS, False, True, True)
 
 
-def _push_reduce(function: str, machine: Machine, output_remote: bool) -> Launch:
+def _push_reduce(
+    function: str, machine: Machine, output_remote: bool, *, output_any: bool = False
+) -> Launch:
     blocks = machine.blocks // 2 * 2
     return Launch(
         "push_reduce", "push_reduce.cu", function, True, blocks, THREADS, False, False,
-        output_remote,
+        output_remote, output_any,
     )  # fmt: skip
 
 
