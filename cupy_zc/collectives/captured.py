@@ -25,7 +25,7 @@ from ..registration.agreed import News
 from .call import Call, describe
 from .checks import Checker
 from .dtypes import DTYPES
-from .engine import Engine
+from .engine import Agreed, Engine
 from .plan import Operation
 from .point_to_point import Letter
 
@@ -110,11 +110,12 @@ class Recorder:
                 said = self._agree(call, arrays, bid)
                 staging = self._staging(call, said)
             lease = bid.lease
+            agreed = None if staging else Agreed(_inputs(said), lease.keep_windows)
             self._note_counterparts(lease, said)
             if lease.lane is None:
                 lease.take_lane(self._engine.open_lane(), self._engine.close_lane)
             assert lease.lane is not None
-            self._engine.fit_lane(lease.lane, call, staging)
+            self._engine.fit_lane(lease.lane, call, agreed)
             lease.collectives += 1
             lease.keep(arrays, self._engine)
             self._engine.enqueue(call, stream, lease.lane)
@@ -289,6 +290,12 @@ class _Bid:
             self._registry.let_go(self.lease, self.held)
             if self._opened:
                 self._registry.leases.abandon(self.lease)
+
+
+def _inputs(said: Mapping[int, News]) -> dict[int, tuple[int, int]]:
+    """Arena and offset of the inputs that peers reach."""
+    places = {rank: news.call[_PLACES][0] for rank, news in said.items()}
+    return {rank: (place[0], place[1]) for rank, place in places.items() if place is not None}
 
 
 def _compare(said: Mapping[int, News]) -> None:

@@ -20,21 +20,23 @@ from ..driver.api import KernelDriver, using_stream
 from ..registration import Probe, Registry, SymmetricHeap
 from .call import Call, Transfer, transfer_of
 from .checks import Checker
-from .device_args import EVERY_RANK, STAGED, fingerprint, location
-from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape
+from .device_args import STAGED
+from .device_calls import Done, RepeatedCall, RepeatedLetter, Shape, shape_of
 from .device_copies import Copies
 from .device_health import Health
 from .device_kernels import kernel_of, kernels_of, load_all
 from .device_lane import DeviceLane
 from .device_mail import DeviceMail, MailSizes
 from .device_multimem import Multicast, nothing_is_bound
+from .device_places import Places
 from .device_plan import Launch, plan_of
 from .device_probe import DeviceProbe
+from .device_pulls import MEETING, Pulls, can_pull
 from .device_setup import lines_are_whole, local_parts, machine_of, step, try_mappings, zero_on_all
 from .device_switch import try_switch
 from .device_tables import Tables
-from .engine import Place, Repeat, WithinNode
-from .plan import ROLES, Operation
+from .engine import Agreed, Place, Repeat, WithinNode
+from .plan import Operation
 from .point_to_point import Letter
 
 __all__ = ["DeviceEngine"]
@@ -95,11 +97,14 @@ class DeviceEngine(WithinNode):
         self.is_well, self.release = self._health.is_well, self._health.release
         self.close_lane = registry.lanes.drop
         self._copies = Copies(driver)
+        self._pulls = Pulls(driver, self.rank, self.size, registry.address)
+        #: Of the call that is recorded next.
+        self._agreed: Agreed | None = None
         self._repeat: Repeat | None = None
         self._machine = machine_of(
             registry, self.size, tables, spare=spare, deterministic=deterministic
         )
-        self._bound: Callable[[int, int], bool] = nothing_is_bound
+        self._places = Places(registry)
         self._records, self._side, self._windows = step(
             registry, "set up the device engine", partial(local_parts, registry, self.size)
         )
@@ -131,7 +136,7 @@ class DeviceEngine(WithinNode):
         self._lanes[number] = lane
         self._health.watch(lane.record, None)
         if self._machine.multicast:
-            self.use_multicast(self._machine.multicast, self._bound)
+            self.use_multicast(self._machine.multicast, self._places.bound)
 
     def prove_multicast(self, bound: Callable[[int, int], bool]) -> str:
         """Use multicast from now on, if what goes through it comes out right. Collective."""
@@ -155,7 +160,7 @@ class DeviceEngine(WithinNode):
         """
         there = all(bound(0, lane.offset) for lane in self._lanes.values())
         self._machine = dataclasses.replace(self._machine, multicast=how if there else "")
-        self._bound = bound
+        self._places.bound = bound
         self._shapes.clear()
 
     def _aside(self) -> AbstractContextManager[None]:
@@ -212,34 +217,7 @@ class DeviceEngine(WithinNode):
         """Where the arrays of a call are, as far as peers touch them. Local."""
         if isinstance(work, Letter) or self.size == 1:
             return ()
-        plan = self._plan(work)
-        places: list[Place] = []
-        if work.clash:
-            places.append(Place(-1, 0, work.clash, None))
-        elif plan.input_remote:
-            places.append(self._place(work.input, "the input"))
-        output = work.written
-        if plan.output_remote and output is not None:
-            if work.operation is Operation.ALL_TO_ALL and work.in_place:
-                places.append(Place(-1, 0, "all_to_all in place stages the output", None))
-            else:
-                places.append(self._place(output, "the output", any_memory=plan.output_any))
-        return tuple(places)
-
-    def _place(self, array: Any, name: str, *, any_memory: bool = False) -> Place:
-        arena, offset, registered, reason, segment = self._registry.locate(array)
-        if registered:
-            return Place(arena, offset, "", None)
-        return Place(-1, 0, "" if any_memory else f"{name} is staged: {reason}", segment)
-
-    def _locate(self, array: Any) -> int:
-        """Where peers find an array, for a kernel."""
-        if array is None:
-            return STAGED
-        arena, offset, registered, _, _ = self._registry.locate(array)
-        if not registered:
-            return STAGED
-        return location(arena, offset, bound=self._bound(arena, offset))
+        return self._places.of(work, self._plan(work))
 
     def _plan(self, call: Call) -> Launch:
         return plan_of(call, self._machine)
@@ -257,9 +235,10 @@ class DeviceEngine(WithinNode):
                 raise
         return number
 
-    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+    def fit_lane(self, lane: int, call: Call, agreed: Agreed | None) -> None:
         """Give it scratch, which it keeps, where the call is the first to need some."""
-        if (staging or self._plan(call).uses_rings) and not self._lanes[lane].has_scratch:
+        self._agreed = agreed
+        if (agreed is None or self._plan(call).uses_rings) and not self._lanes[lane].has_scratch:
             self._lanes[lane].add_scratch()
             self._shapes.clear()
 
@@ -312,12 +291,14 @@ class DeviceEngine(WithinNode):
             self._in(stream)
             return
         self._windows.refresh()
+        if lane and self._pull(call, stream, lane):
+            return
         shape = self._shape_of(call, lane)
         args, plan = shape.args, shape.plan
         args.input = 0 if source is None else source.data.ptr
         args.output = 0 if target is None else target.data.ptr
-        args.input_location = self._locate(source) if plan.input_remote else STAGED
-        args.output_location = self._locate(target) if plan.output_remote else STAGED
+        args.input_location = self._places.location(source) if plan.input_remote else STAGED
+        args.output_location = self._places.location(target) if plan.output_remote else STAGED
         args.windows, args.arenas = self._windows.address, self._windows.arenas
         args.filled_with = None
         shape.launch(shape.function, plan.blocks, plan.threads, stream, shape.parameters)
@@ -334,6 +315,17 @@ class DeviceEngine(WithinNode):
         self._in(stream)
         if not call.clash and not lane:
             self._repeat = RepeatedCall(self, shape, done, self._registry.version)
+
+    def _pull(self, call: Call, stream: Any, lane: int) -> bool:
+        """Let copy engines carry a captured call; False where they do not."""
+        agreed, self._agreed = self._agreed, None
+        if agreed is None or not can_pull(call, self._plan(call), self._machine, agreed.inputs):
+            return False
+        shape = self._shape_of(call, lane, MEETING)
+        self._pulls.enqueue(call, agreed, stream, shape)
+        self.done = Done(call.operation, call.root, MEETING, shape.transfer, None)
+        self._in(stream)
+        return True
 
     def _in(self, stream: Any) -> None:
         self.stream = stream if self._driver.keeps_stream(stream) else None
@@ -353,34 +345,24 @@ class DeviceEngine(WithinNode):
             and self.is_well()
         )
 
-    def _shape_of(self, call: Call, number: int) -> Shape:
+    def _shape_of(self, call: Call, number: int, plan: Launch | None = None) -> Shape:
+        """A call, ready to be launched by a plan; None: the one for its size."""
         key = (
             number, call.operation, call.code, call.reduction, call.root, call.columns,
-            call.fortran,
+            call.fortran, plan,
         )  # fmt: skip
         shape = self._shapes.get(key)
         if shape is None:
             if len(self._shapes) >= _KEPT:
                 self._shapes.clear()
-            shape = self._shapes[key] = self._make_shape(call, self._lanes[number])
+            plan = plan or self._plan(call)
+            kernel = kernel_of(call.code, call.reduction, plan, self._machine)
+            function = self._driver.load(self._device, kernel)
+            args = self._lanes[number].args()
+            transfer = transfer_of(call, plan.algorithm, self.size)
+            shape = shape_of(call, plan, function, args, self._driver.launch, transfer)
+            self._shapes[key] = shape
         return shape
-
-    def _make_shape(self, call: Call, lane: DeviceLane) -> Shape:
-        plan = self._plan(call)
-        kernel = kernel_of(call.code, call.reduction, plan, self._machine)
-        function = self._driver.load(self._device, kernel)
-        args = lane.args()
-        args.count = call.columns
-        args.fingerprint = fingerprint(call)
-        args.root = call.root if ROLES[call.operation].rooted else EVERY_RANK
-        args.element = call.dtype.itemsize
-        args.two_step = plan.two_step
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        transfer = transfer_of(call, plan.algorithm, self.size)
-        return Shape(
-            plan, function, args, ctypes.addressof(parameters), parameters, self._driver.launch,
-            transfer,
-        )  # fmt: skip
 
     def _copy(self, call: Call, source: Any, target: Any, stream: Any) -> None:
         """What any collective of one rank is."""

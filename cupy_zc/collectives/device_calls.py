@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..group.naming import name_ranks
-from .call import Transfer
-from .device_args import Args
+from .call import Call, Transfer
+from .device_args import EVERY_RANK, STAGED, Args, fingerprint
 from .device_lane import DeviceLane
 from .device_mail import MailLaunch
 from .device_plan import Launch
-from .plan import Operation
+from .plan import ROLES, Operation
 
-__all__ = ["Done", "RepeatedCall", "RepeatedLetter", "Shape"]
+__all__ = ["Done", "RepeatedCall", "RepeatedLetter", "Shape", "shape_of"]
 
 
 class Owner(Protocol):
@@ -42,6 +43,25 @@ class Shape(NamedTuple):
     launch: Callable[[int, int, int, Any, int], None]
     #: What it does where nobody stages.
     transfer: Transfer
+
+
+def shape_of(
+    call: Call,
+    plan: Launch,
+    function: int,
+    args: Args,
+    launch: Callable[[int, int, int, Any, int], None],
+    transfer: Transfer,
+) -> Shape:
+    """A call by a plan, with arguments that have all that is its lane's, and no arrays yet."""
+    args.count = call.columns
+    args.fingerprint = fingerprint(call)
+    args.root = call.root if ROLES[call.operation].rooted else EVERY_RANK
+    args.element = call.dtype.itemsize
+    args.two_step = plan.two_step
+    args.input_location = args.output_location = STAGED
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+    return Shape(plan, function, args, ctypes.addressof(parameters), parameters, launch, transfer)
 
 
 class Done(NamedTuple):

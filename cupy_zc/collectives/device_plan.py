@@ -15,6 +15,8 @@ all_reduce is not registered. The others read or write the arrays of peers, whic
 or are staged. Between two ranks, what goes both ways goes through a ring in those buffers
 (cuda/line_pairs.cuh), whatever its size.
 
+In a graph, copy engines move large rows of what only moves data (device_pulls.py).
+
 Where the ranks have multicast, all_reduce and broadcast go through the switch instead where that
 saves time (device_multimem.py): multimem, and multimem_ll for the smallest.
 """
@@ -33,8 +35,8 @@ from .plan import ROLES, Operation
 __all__ = ["DeviceAlgorithm", "Launch", "Machine", "device_plan", "plan_of", "sizes"]
 
 DeviceAlgorithm: TypeAlias = Literal[
-    "ll128", "ll", "two_shot", "one_shot", "push_reduce", "push", "multimem", "multimem_ll", "copy",
-    "none",
+    "ll128", "ll", "two_shot", "one_shot", "push_reduce", "push", "copy_engines", "multimem",
+    "multimem_ll", "copy", "none",
 ]  # fmt: skip
 
 #: Bytes of a scratch buffer, of which a lane has four: large enough to hide the barriers between

@@ -44,6 +44,8 @@ LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 3
 #: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
 PUSH_REDUCE: Mapping[int, int] = {2: 12 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
 PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 32 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
+#: Smallest row that copy engines move in a graph: they take longer to begin.
+COPY_ENGINES: Mapping[int, int] = {8: 128 << 20}
 
 #: Tables that a file may say by that of all rows.
 _ROWS = frozenset({"ll128_broadcast", "ll128_reduce_scatter"})
@@ -69,6 +71,7 @@ class Tables:
     ll_one_step: Mapping[int, int]
     push_reduce: Mapping[int, int]
     push_reduce_scatter: Mapping[int, int]
+    copy_engines: Mapping[int, int]
     #: Smallest rows through the switch, and largest all_reduce in its packets.
     multimem: Mapping[Operation, Mapping[int, int]]
     multimem_ll: Mapping[int, int]
@@ -78,7 +81,7 @@ class Tables:
         """Those of the package."""
         return cls(
             LL128_ONE_STEP, LL128_TWO_STEPS, LL128_REDUCE_SCATTER, LL128_BROADCAST, LL128_ROW,
-            LL_ONE_STEP, PUSH_REDUCE, PUSH_REDUCE_SCATTER, device_multimem.MULTIMEM,
+            LL_ONE_STEP, PUSH_REDUCE, PUSH_REDUCE_SCATTER, COPY_ENGINES, device_multimem.MULTIMEM,
             device_multimem.MULTIMEM_LL,
         )  # fmt: skip
 

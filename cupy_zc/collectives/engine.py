@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ..memory.blocks import Segment
@@ -10,7 +10,7 @@ from ..registration import Probe, Registration, Rule
 from .call import Call, Transfer
 from .point_to_point import Letter
 
-__all__ = ["Engine", "Place", "Repeat", "WithinNode"]
+__all__ = ["Agreed", "Engine", "Place", "Repeat", "WithinNode"]
 
 
 class Place(NamedTuple):
@@ -22,6 +22,17 @@ class Place(NamedTuple):
     reason: str
     #: To be registered, so that it need not be staged next time.
     segment: Segment | None
+
+
+class Agreed(NamedTuple):
+    """What the ranks of a node know of a captured call in which nobody stages."""
+
+    #: Arena and offset of the inputs that all of them reach, by rank; they stay while the graph
+    #: lives.
+    inputs: Mapping[int, tuple[int, int]]
+    #: To be called where the graph itself reads memory of peers, and not only kernels, which do
+    #: nothing once the communicator is closed: it stays mapped then until the graph is gone.
+    keep_windows: Callable[[], None]
 
 
 class Repeat(Protocol):
@@ -149,13 +160,13 @@ class Engine(Protocol):
         """
         ...
 
-    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
-        """Give a lane what a call needs that is about to be recorded. Collective, as above.
+    def fit_lane(self, lane: int, call: Call, agreed: Agreed | None) -> None:
+        """Give a lane what a call needs that is recorded next. Collective, as above.
 
         Args:
             lane: Of the graph.
             call: The call.
-            staging: Whether some rank copies its data through scratch.
+            agreed: What the ranks know of it; None where some rank copies its data through scratch.
 
         Raises:
             AgreementError: a rank has no memory left; on all of them.

@@ -28,7 +28,7 @@ from ..registration import Probe, Registration, Rule
 from .acts import Copy, Divide, Follow, Order, Schedule, Shape, Sizes, World
 from .call import BARRIER, Call, Transfer, transfer_of
 from .device_copies import Extra
-from .engine import Engine, Place
+from .engine import Agreed, Engine, Place
 from .gate import Gate
 from .level import Level
 from .local import LocalWork, Rows
@@ -253,19 +253,21 @@ class HierarchicalEngine:
             raise
         opened.append(_Lane(rail, whole, side, {} if before is None else before.scratch))
 
-    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+    def fit_lane(self, lane: int, call: Call, agreed: Agreed | None) -> None:
         """Give each tier, and the node, what steps of a call need. Collective."""
         mine, plan = self._lanes[lane], self._schedule(call)
         if plan is None:
             self._on_all("fit a lane", lambda: self._whole.fit_lane(mine.whole, call))
             return
+        if agreed is not None:  # of other arrays than those of the steps
+            agreed = agreed._replace(inputs={})
         with self._across.step("fit a lane"):
             if plan.scratch and not mine.scratch:
                 self._make_scratch(lane)
             steps = list(steps_of(plan, call, self._arrays(plan, call, mine, None)))
             for step, part in steps:
                 if step.who == "node":
-                    self._engine.fit_lane(lane, part, staging)
+                    self._engine.fit_lane(lane, part, agreed)
         rails = [part for step, part in steps if step.who == "rail"]
         self._on_all("fit a lane of the rail", lambda: self._fit_rail(mine.rail, rails))
 

@@ -25,7 +25,7 @@ from ..registration import HostProbe, Probe, Registry, SymmetricHeap
 from . import plan as planning
 from .call import Call, Transfer, transfer_of
 from .checks import Checker, overlap
-from .engine import Place, WithinNode
+from .engine import Agreed, Place, WithinNode
 from .host_lane import HostLane, Recorded, replayed_after_close
 from .host_words import CAPTURES, compare, write
 from .insist import insist_on_multicast, needs_multicast
@@ -192,9 +192,9 @@ class HostEngine(WithinNode):
         self._lanes[lane].begin()
         return lane
 
-    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+    def fit_lane(self, lane: int, call: Call, agreed: Agreed | None) -> None:
         """Give a lane the scratch that a captured call needs. Collective."""
-        if staging:
+        if agreed is None:
             role = ROLES[call.operation]
             many = role.input_rows or (role.output_rows and role.output_remote)
             rows = self.size if many else 1

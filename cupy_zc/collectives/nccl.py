@@ -25,7 +25,7 @@ from ..registration import Probe, Registration, Registry, Rule
 from .call import BARRIER, Call, Transfer, transfer_of
 from .checks import Checker
 from .device_copies import Copies
-from .engine import Place
+from .engine import Agreed, Place
 from .gate import Gate
 from .local import LocalWork
 from .nccl_calls import nccl_call
@@ -246,7 +246,7 @@ class NcclEngine:
         """A graph has calls of this engine from now on."""
         self._graphs.begin(lane)
 
-    def fit_lane(self, lane: int, call: Call, staging: bool) -> None:
+    def fit_lane(self, lane: int, call: Call, agreed: Agreed | None) -> None:
         """Nothing: NCCL keeps for the graph what its calls need."""
 
     def lane_bytes(self, lane: int) -> int:  # noqa: ARG002

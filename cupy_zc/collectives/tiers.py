@@ -122,7 +122,7 @@ class HostTier:
 
     def fit_lane(self, lane: int, call: Call) -> None:
         """Scratch: leases register with the node only."""
-        self.engine.fit_lane(lane, call, staging=True)
+        self.engine.fit_lane(lane, call, None)
 
     def lane_bytes(self, lane: int) -> int:
         """Bytes of a lane."""

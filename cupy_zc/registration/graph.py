@@ -18,6 +18,7 @@ import gc
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,11 @@ class Lease:
         self.lane: int | None = None
         #: By arena and offset of an array here: the same of what each rank passed in its place.
         self.counterparts: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {}
+        #: Whether its graph reads memory of peers by itself, without a kernel that looks first.
+        self.copies = False
         self._registry = registry
+        #: What follows when the graph is gone.
+        self._behind: list[Callable[[], None]] = []
         #: What gives its lane back; of two threads, one takes it out.
         self._close_lane: dict[int, Callable[[int], None]] = {}
         self._token = registry.driver.lease_graph(info.graph)
@@ -154,6 +159,24 @@ class Lease:
                 return
             close(lane)
 
+    def keep_windows(self) -> None:
+        """Keep the memory of peers mapped here for as long as the graph may read it."""
+        self.copies = True
+
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """Have something done when the graph is gone, by the thread that finds it out."""
+        self._behind.append(act)
+        if self.over:  # another thread found the graph gone meanwhile
+            self._act()
+
+    def _act(self) -> None:
+        while self._behind:
+            try:
+                act = self._behind.pop()
+            except IndexError:  # another thread was quicker
+                return
+            act()
+
     def release(self) -> None:
         """Let go of everything. Local, from any thread; again does nothing."""
         try:
@@ -162,6 +185,7 @@ class Lease:
             return
         self.unregister()
         self._give_lane_back()
+        self._act()
 
     def unregister(self) -> None:
         """Let go of the segments alone: the communicator closes, and the graph may still run."""
@@ -263,6 +287,30 @@ class Leases:
             gc.collect()  # is nothing where another thread is at it, so it may take a second one
             time.sleep(0.001)
         return tuple(lease.graph for lease in self.live())
+
+    def behind_copies(self, act: Callable[[], None]) -> None:
+        """Do something when no graph is left that copies from peers; now, where there is none.
+
+        Raises:
+            DriverError: what is done now raised it. Later it is logged.
+        """
+        copying = [lease for lease in self.live() if lease.copies]
+        if not copying:
+            act()
+            return
+        others = deque(copying[1:])
+
+        def one_gone() -> None:
+            try:
+                others.pop()
+            except IndexError:  # the last one
+                try:
+                    act()
+                except DriverError as error:  # out of what the thread was at
+                    _log.error("memory that a graph read is left behind: %s", error)
+
+        for lease in copying:
+            lease.afterwards(one_gone)
 
     def unregister(self) -> None:
         """The communicator closes: no lease holds a segment any more, only memory."""

@@ -306,7 +306,8 @@ class Registry:
     def close(self) -> None:
         """Unmap all there is of the peers and end all registrations. Local; again does nothing.
 
-        Peers keep what they mapped of this rank's memory until they close as well.
+        Peers keep what they mapped of this rank's memory until they close as well. Where graphs
+        live that copy from peers by themselves, what they read stays mapped until they are gone.
 
         Raises:
             DriverError: the first thing that went wrong; everything else was done all the same.
@@ -315,7 +316,7 @@ class Registry:
             return
         self.closed = True
         with ExitStack() as stack:
-            stack.callback(self.windows.close)
+            stack.callback(self.leases.behind_copies, self.windows.close)
             stack.callback(self.multicast.close)
             stack.callback(self.driver.synchronize, self.device)
             self.leases.unregister()
