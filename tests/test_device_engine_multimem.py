@@ -89,7 +89,7 @@ def test_an_array_that_one_rank_has_not_bound_sends_all_ranks_over_the_links(
     device: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, odd: int
 ) -> None:
     with switched(3, device) as comms:
-        monkeypatch.setattr(engine_of(comms[odd]), "_bound", lambda *_: False)
+        monkeypatch.setattr(engine_of(comms[odd])._places, "bound", lambda *_: False)
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.full(50_000, comm.rank + 1, "f4"))
@@ -116,7 +116,7 @@ def test_multicast_is_not_used_where_the_lane_of_a_graph_is_not_bound(
             assert comm.last_transfer.algorithm == "multimem"
             made = engine.repeat()
             assert made is not None
-            engine._bound = lambda *_: False
+            engine._places.bound = lambda *_: False
             stream = device.make_stream(non_blocking=True)
             stream.begin_capture()
             comm.all_reduce(array, array, stream=stream)

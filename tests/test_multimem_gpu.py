@@ -62,7 +62,7 @@ def test_multicast_is_not_used_where_a_lane_is_not_bound() -> None:
             for comm in comms:
                 engine = comm._engine
                 engine.use_multicast("emulated", lambda *_: True)
-                later.setattr(engine, "_bound", lambda *_: False)
+                later.setattr(engine._places, "bound", lambda *_: False)
 
             def body(comm: Communicator) -> str:
                 engine: Any = comm._engine
@@ -180,7 +180,7 @@ def test_many_reductions_in_place_with_new_data_each_time(
 def test_an_array_that_one_rank_has_not_bound_sends_all_ranks_over_the_links(odd: int) -> None:
     with ranks(3) as comms:
         engine: Any = comms[odd]._engine
-        engine._bound = lambda *_: False  # as if it had lost its window
+        engine._places.bound = lambda *_: False  # as if it had lost its window
 
         def body(comm: Communicator) -> None:
             array = filled(comm, np.full(50_000, comm.rank + 1, "f4"))
