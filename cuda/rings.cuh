@@ -13,8 +13,8 @@
 //             too long. Flags of former calls have other epochs, so nothing is reset; an epoch
 //             repeats after 2^40 calls
 //   own       OWN: a receiver also waits for the sender of its own pair, in its own lane, as what it
-//             overwrites may be the input. That one goes ahead as far as the peer's receiver lets it,
-//             so the number counts any number of pieces ahead
+//             overwrites may be the input. That one is DEPTH ahead of the peer's receiver at most,
+//             which waits for the peer's sender, which is DEPTH ahead of this receiver at most
 //   signal    all that the block stored or loaded before comes before it (barrier, release); what
 //             the partner blocks do after `await` comes after (acquire, barrier). So a receiver
 //             sees the whole piece, and a sender overwrites no slot that is still being read
@@ -33,7 +33,7 @@ namespace cupy_zc {
 
 constexpr u64 DEPTH = 4;
 constexpr u64 NUMBER_BITS = 24;
-static_assert(DEPTH < (1ull << (NUMBER_BITS - 1)), "a number says which of two is ahead");
+static_assert(2 * DEPTH <= (1ull << (NUMBER_BITS - 1)), "a number says which of two is ahead");
 
 static __device__ __forceinline__ u64 pairs() { return gridDim.x / 2; }
 static __device__ __forceinline__ u64 pair() { return blockIdx.x / 2; }
@@ -75,7 +75,7 @@ class Flags {
         bool done = true;
         if (peer < args_.size && (OWN || peer != args_.rank)) {
             const u64* const mine = flag(args_.rank, peer, blockIdx.x ^ 1u);
-            const u64 most = peer == args_.rank ? (NUMBERS + 1) / 2 : DEPTH;
+            const u64 most = peer == args_.rank ? 2 * DEPTH : DEPTH;
             Watch watch;
             while (done && !counts(load_acquire(mine), number, most)) {
                 done = !watch.over(args_, epoch_, peer);

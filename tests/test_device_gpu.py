@@ -170,6 +170,32 @@ def test_arrays_of_any_memory_take_part(make: Callable[[int], cupy.ndarray]) -> 
         work.run(comms, body)
 
 
+@pytest.mark.parametrize("in_place", [(), (0,), (0, 1)])
+def test_large_arrays_of_two_ranks_are_reduced_where_they_are(in_place: tuple[int, ...]) -> None:
+    """In one hop; at an odd element, and in place on some ranks."""
+    count = (40 << 20) // 4 + 12_345
+    given = [np.arange(count, dtype="f4") % (1009 + rank) for rank in range(2)]
+    wanted = given[0] + given[1]
+    with ranks(2, strict=True) as comms:
+        kept = [[_of_cuda_malloc(4 * count + 16) for _ in range(2)] for _ in comms]
+
+        def body(comm: Communicator) -> None:
+            source, target = (each[4 : 4 + 4 * count].view("f4") for each in kept[comm.rank])
+            output = source if comm.rank in in_place else target
+            for _ in range(3):
+                put(source, given[comm.rank])
+                put(target, np.full(count, np.nan, "f4"))
+                meet(comm)
+                comm.all_reduce(source, output)
+                meet(comm)
+                np.testing.assert_array_equal(got(output), wanted)
+                transfer = comm.last_transfer
+                assert transfer is not None
+                assert (transfer.algorithm, transfer.zero_copy) == ("push_reduce", True)
+
+        work.run(comms, body)
+
+
 # Streams
 
 

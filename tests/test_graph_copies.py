@@ -237,14 +237,14 @@ def test_what_a_graph_reads_stays_mapped_until_it_is_gone_though_all_was_closed(
         for _ in range(2):
             with rank.capturing() as made:
                 rank.comm.all_gather(source, target, COUNT)
-            graphs += made
+            graphs.append(made.pop())
         windows = rank.comm._registry.windows
         rank.stream.synchronize()
         rank.meet()
         rank.comm.close(force=True)
-        for graph in graphs:
+        for number in range(2):
             with contextlib.suppress(ClosedError):
-                graph.launch(rank.stream)
+                graphs[number].launch(rank.stream)
         with contextlib.suppress(ClosedError):
             rank.stream.synchronize()
         graphs.pop()
@@ -254,7 +254,87 @@ def test_what_a_graph_reads_stays_mapped_until_it_is_gone_though_all_was_closed(
             time.sleep(0.005)
         assert windows._windows, "of two graphs, one lives"
         graphs.clear()
-        del made, graph
-        collected(lambda: settle() or not windows._windows)
+        collected(lambda: (settle(), not windows._windows)[1])
+
+    on_all(backend, body)
+
+
+@TWO
+@pytest.mark.usefixtures("emulated", "_every_row")
+def test_a_replay_alone_finds_what_it_copies_though_the_other_graph_is_gone(backend: str) -> None:
+    """Ends: copies from memory of a peer that was unmapped, as that peer's graph was gone."""
+    gone = threading.Barrier(2, timeout=20)
+
+    def body(rank: Rank) -> None:
+        source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
+        rank.fill(source, rank.rank + 1)
+        with rank.capturing() as made:
+            rank.comm.all_gather(source, target, COUNT)
+        segment = source.data.mem.segment
+        if rank.rank:
+            made.clear()
+            rank.leases_end()
+        for _ in range(3):
+            rank.comm.collect()
+        assert segment.pins == 1, "of the graph, here or on the other rank"
+        if not rank.rank:
+            made[0].launch(rank.stream)
+            rank.stream.synchronize()
+            with pytest.raises(PeerTimeoutError, match="rank 1"):
+                rank.comm.check()
+            rank.fill(target, 3)
+            assert (rank.read(target) == 3).all()
+        gone.wait()
+
+    on_all(backend, body, timeout=2, register="manual")
+
+
+@TWO
+@pytest.mark.usefixtures("emulated", "_every_row")
+def test_what_a_graph_read_is_let_go_of_when_all_ranks_have_dropped_theirs(backend: str) -> None:
+    def body(rank: Rank) -> None:
+        source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
+        with rank.capturing() as made:
+            rank.comm.all_gather(source, target, COUNT)
+        segment = source.data.mem.segment
+        made.clear()
+        rank.leases_end()
+        rank.meet()
+        for _ in range(3):
+            rank.comm.collect()
+        assert segment.pins == 0
+        windows = rank.comm._registry.windows._windows
+        assert not windows[1 - rank.rank, 1]._mapped
+        rank.meet()
+
+    on_all(backend, body, register="manual")
+
+
+@TWO
+@pytest.mark.usefixtures("emulated", "_every_row")
+def test_captures_under_way_at_once_do_not_meet(backend: str) -> None:
+    """Ends: one stream beside all captures, which drew them into each other."""
+
+    def body(rank: Rank) -> None:
+        sources = [rank.empty(COUNT) for _ in range(2)]
+        targets = [rank.empty(2 * COUNT) for _ in range(2)]
+        streams = [rank.stream, rank.other]
+        for each in streams:
+            each.synchronize()
+        for each in streams:
+            each.begin_capture()
+        for source, target, stream in zip(sources, targets, streams, strict=True):
+            rank.comm.all_gather(source, target, COUNT, stream=stream)
+        graphs = [each.end_capture() for each in streams]
+        for number, source in enumerate(sources):
+            rank.fill(source, 10 * number + rank.rank)
+        rank.stream.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            graph.launch(stream)
+            stream.synchronize()
+        for number, target in enumerate(targets):
+            wanted = np.repeat([10 * number, 10 * number + 1], COUNT)
+            np.testing.assert_array_equal(rank.read(target), wanted)
+        rank.meet()
 
     on_all(backend, body)

@@ -129,7 +129,7 @@ def test_the_bits_are_those_of_the_shots(
     ("case", "other"),
     [
         *((case, "") for case in CASES),
-        *((case, "two_shot") for case in CASES[:2]),
+        *((case, "two_shot") for case in (*CASES[:2], CASES[3])),
         (CASES[0], "ll128"),
         (CASES[2], "reduce_scatter"),
     ],
@@ -217,8 +217,8 @@ def test_a_call_may_have_more_pieces_than_a_flag_can_count(cache: Path) -> None:
     """With flags that count to 15, as real ones take 2 GiB for a pair to wrap."""
     few = mutant("rings.cuh", "NUMBER_BITS = 24", "NUMBER_BITS = 4")
     with Emulation(build(cache, SMALL, few)) as running:
-        for size in (2, 3):
+        for case, size in (("push_reduce", 2), ("push_reduce", 3), (CASES[3], 2)):
             launch = push_launch(
-                np.random.default_rng(3), "push_reduce", size, count=size * 32 * 100, repeats=3
+                np.random.default_rng(3), case, size, count=size * 32 * 100, repeats=3
             )
             verify(launch, running.run(launch))

@@ -22,8 +22,7 @@ def exercise(program: Path, *, threads: bool) -> None:
     with Emulation(program, environment=TSAN if threads else {}) as running:
         for case in CASES:
             for size, pieces, other in ((2, 9, ""), (2, 2, ""), (3, 9, "two_shot")):
-                if not possible(case, size):
-                    continue
+                size = size if possible(case, size) else 2
                 for seed in range(1 if threads else 6):
                     rng, in_place = np.random.default_rng(seed), other == ""
                     count = 32 * pieces * (1 if "scatter" in case else size)

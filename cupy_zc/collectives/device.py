@@ -322,7 +322,7 @@ class DeviceEngine(WithinNode):
         if agreed is None or not can_pull(call, self._plan(call), self._machine, agreed.inputs):
             return False
         shape = self._shape_of(call, lane, MEETING)
-        self._pulls.enqueue(call, agreed, stream, shape)
+        self._pulls.enqueue(call, agreed, stream, lane, shape)
         self.done = Done(call.operation, call.root, MEETING, shape.transfer, None)
         self._in(stream)
         return True

@@ -107,15 +107,17 @@ class Pulls:
         self._rank = rank
         self._ranks = ranks
         self._address = address
-        self._beside: Any = None
+        #: A stream for each lane, as captures that are under way at once must not meet.
+        self._beside: dict[int, Any] = {}
 
-    def enqueue(self, call: Call, agreed: Agreed, stream: Any, shape: Shape) -> None:
+    def enqueue(self, call: Call, agreed: Agreed, stream: Any, lane: int, shape: Shape) -> None:
         """Record a call that :func:`can_pull` allows.
 
         Args:
             call: The call.
             agreed: What the ranks know of it.
             stream: It is capturing.
+            lane: Of its graph.
             shape: Of :data:`MEETING`.
         """
         driver, own_input = self._driver, call.input
@@ -131,13 +133,14 @@ class Pulls:
         own = [pull for pull in own if pull.target != pull.source]
         meet()
         if own:  # while the links are busy
-            if self._beside is None:
-                self._beside = driver.make_stream(non_blocking=True)
-            driver.follow(self._beside, stream)
+            beside = self._beside.get(lane)
+            if beside is None:
+                beside = self._beside[lane] = driver.make_stream(non_blocking=True)
+            driver.follow(beside, stream)
             for pull in own:
-                driver.copy(*pull, self._beside)
+                driver.copy(*pull, beside)
         for pull in remote:
             driver.copy(*pull, stream)
         if own:
-            driver.follow(stream, self._beside)
+            driver.follow(stream, beside)
         meet()

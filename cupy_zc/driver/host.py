@@ -30,6 +30,7 @@ from .host_event import HostEvent
 from .host_graph import HostLease, lease
 from .host_memory import HostMemory, hold_for_fork
 from .host_plain import HostPlainMemory
+from .host_result import Result, refused
 from .host_stream import HostStream, HostStreams
 
 if TYPE_CHECKING:
@@ -170,13 +171,15 @@ class HostDriver(HostMemory):
 
     def record_event(self, stream: Any) -> HostEvent:
         """Record a new event at the end of ``stream``, which must not be capturing."""
-        return self._streams.resolve("cuEventRecord", stream).record_outside_capture()
+        event = self.try_record_event(stream)
+        if event is None:
+            cause = "the stream is capturing; an event recorded now could not be waited for"
+            raise refused("cuEventRecord", Result.STREAM_CAPTURE_UNSUPPORTED, repr(stream), cause)
+        return event
 
     def try_record_event(self, stream: Any) -> HostEvent | None:
         """As :meth:`record_event`; None where the stream is capturing."""
-        stream = self._streams.resolve("cuEventRecord", stream)
-        with self._streams.changed:
-            return None if stream.capture is not None else stream.record()
+        return self._streams.resolve("cuEventRecord", stream).record_outside_capture()
 
     def follow(self, stream: Any, other: Any) -> None:
         """Let a stream wait for another one, captured or not."""

@@ -125,6 +125,15 @@ class WorkQueue:
         """Let what comes later wait for a point; :meth:`run` afterwards."""
         self._entries.append(_Wait(point))
 
+    def put_mark(self) -> Point:
+        """A point that is reached when everything put in so far has run; :meth:`run` afterwards."""
+        point = Point(self._changed)
+        if self.busy:
+            self._entries.append(_Mark(point))
+        else:
+            point.done = True
+        return point
+
     # The second half, without the lock
 
     def run_claimed(self, work: Work) -> None:
@@ -142,12 +151,8 @@ class WorkQueue:
 
     def mark(self) -> Point:
         """A point that is reached when everything put in so far has run."""
-        point = Point(self._changed)
         with self._changed:
-            if not self.busy:
-                point.done = True
-                return point
-            self._entries.append(_Mark(point))
+            point = self.put_mark()
         self.run()
         return point
 

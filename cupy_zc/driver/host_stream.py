@@ -264,13 +264,15 @@ class HostStream:
         event.record(self)
         return event
 
-    def record_outside_capture(self) -> HostEvent:
-        """As :meth:`record`, refused while capturing, which stays valid."""
+    def record_outside_capture(self) -> HostEvent | None:
+        """A new event at the end of the stream; None while capturing, which stays valid."""
+        event = HostEvent(self.streams)
         with self.streams.changed:
             if self.capture is not None:
-                cause = "the stream is capturing; an event recorded now could not be waited for"
-                raise refused("cuEventRecord", Result.STREAM_CAPTURE_UNSUPPORTED, repr(self), cause)
-            return self.record()
+                return None
+            event.at = self._queue.put_mark()
+        self._queue.run()
+        return event
 
     def point(self, call: str) -> Point | CapturedPoint:
         """Where the stream stands now, for an event."""

@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..driver.api import Event, GraphLease
+from ..driver.api import Event, GraphLease, capturing
 from .blocks import Home, Segment
 
 if TYPE_CHECKING:
@@ -102,11 +102,12 @@ class Captures:
     def _target(self, stream: Any) -> Home:
         """Where memory of a graph goes that was captured on a stream; None: one that is gone.
 
-        One whose key is not known cannot be asked for it, as it may be another thread's, which may
-        begin the next capture right now. Then the memory goes where that of streams goes that are
-        gone: whoever is next gets it.
+        One that captures the next graph may be impossible to ask for its key. Then the memory goes
+        where that of streams goes that are gone: whoever is next gets it.
         """
-        return self._pool.eager_home(stream if hasattr(stream, "_cupy_zc_key") else None)
+        if stream is not None and capturing(self._pool.driver, stream):
+            stream = stream if hasattr(stream, "_cupy_zc_key") else None
+        return self._pool.eager_home(stream)
 
     def _point(self, stream: Any) -> Event | None:
         """A point behind the work of a stream; None where it cannot be asked for one."""

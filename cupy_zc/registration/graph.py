@@ -160,7 +160,10 @@ class Lease:
             close(lane)
 
     def keep_windows(self) -> None:
-        """Keep the memory of peers mapped here for as long as the graph may read it."""
+        """Keep the memory of peers mapped here for as long as the graph may read it.
+
+        Theirs, too: what this rank holds stays registered until the graphs of all ranks are gone.
+        """
         self.copies = True
 
     def afterwards(self, act: Callable[[], None]) -> None:
@@ -183,6 +186,9 @@ class Lease:
             del self._memory  # of two threads, one gets past this
         except AttributeError:
             return
+        if self.copies and self._close_lane:
+            segments, self._segments = self._segments, {}
+            self._registry.linger(self, self._close_lane, list(segments))
         self.unregister()
         self._give_lane_back()
         self._act()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -90,6 +90,8 @@ class Registry:
         self.windows = Windows(driver, device, channel.rank)
         #: Where in this process a byte of a rank is: ``address(rank, arena, offset)``.
         self.address = self.windows.address
+        #: By lane: of graphs that are gone here, and may be replayed elsewhere.
+        self._lingering: dict[int, tuple[object, Sequence[Segment]]] = {}
         #: Of graphs; released ones are told to the peers with everything else.
         self.lanes = Lanes(channel.rank, channel.ranks)
         self.leases = Leases(self)
@@ -303,6 +305,23 @@ class Registry:
                 self.version = next(self._versions)
             segment.home.pool.supply.unpin([segment])
 
+    def linger(self, holder: object, lanes: Iterable[int], segments: Sequence[Segment]) -> None:
+        """As :meth:`let_go`, but not before all ranks have dropped a lane. Local, in any thread.
+
+        A graph that lives on another rank and is replayed alone must not copy from nowhere.
+        """
+        for lane in lanes:
+            self._lingering[lane] = (holder, segments)
+        if self.closed:
+            self._let_go_behind(())
+
+    def _let_go_behind(self, held: Collection[int]) -> None:
+        """Let go of what waited for lanes that nobody holds any more."""
+        for lane in [lane for lane in tuple(self._lingering) if lane not in held]:
+            waited = self._lingering.pop(lane, None)
+            if waited is not None:  # else another thread was quicker
+                self.let_go(*waited)
+
     def close(self) -> None:
         """Unmap all there is of the peers and end all registrations. Local; again does nothing.
 
@@ -320,6 +339,7 @@ class Registry:
             stack.callback(self.multicast.close)
             stack.callback(self.driver.synchronize, self.device)
             self.leases.unregister()
+            self._let_go_behind(())
             for registration in tuple(self._registrations):
                 registration.deregister()
             for entry in self._published.values():
@@ -376,6 +396,7 @@ class Registry:
     def _heard(self, said: Mapping[int, News]) -> None:
         for rank, news in said.items():
             self.lanes.heard(rank, news.lanes)
+        self._let_go_behind(self.lanes.held)
 
     def _settled(self, news: News) -> None:
         """All peers have carried out the releases in ``news``."""
