@@ -301,8 +301,8 @@ class Communicator(Calls, SymmetricArrays):
 
         Args:
             force: Close although graphs live that call this communicator. Replays under way are
-                waited for; those that come later do nothing, but for copies of large rows, and
-                raise ClosedError.
+                waited for; those that come later do nothing, but for copies by copy
+                engines, and raise ClosedError.
 
         Raises:
             LiveGraphsError: there are such graphs; the communicator can still be used. One that

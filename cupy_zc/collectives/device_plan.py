@@ -15,7 +15,7 @@ all_reduce is not registered. The others read or write the arrays of peers, whic
 or are staged. Between two ranks, what goes both ways goes through a ring in those buffers
 (cuda/line_pairs.cuh), whatever its size.
 
-In a graph, copy engines move large rows of what only moves data (device_pulls.py).
+In a graph, copy engines can move large rows of what only moves data (device_pulls.py).
 
 Where the ranks have multicast, all_reduce and broadcast go through the switch instead where that
 saves time (device_multimem.py): multimem, and multimem_ll for the smallest.

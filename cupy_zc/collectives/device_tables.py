@@ -44,8 +44,9 @@ LL_ONE_STEP: Mapping[int, int] = {2: 512 << 10, 3: 256 << 10, 4: 128 << 10, 8: 3
 #: Smallest all_reduce, and reduce, by push_reduce, and smallest row of reduce_scatter.
 PUSH_REDUCE: Mapping[int, int] = {2: 12 << 20, 3: 16 << 20, 4: 16 << 20, 8: 32 << 20}
 PUSH_REDUCE_SCATTER: Mapping[int, int] = {2: 32 << 20, 3: 8 << 20, 4: 8 << 20, 8: 8 << 20}
-#: Smallest row that copy engines move in a graph: they take longer to begin.
-COPY_ENGINES: Mapping[int, int] = {8: 128 << 20}
+#: Smallest row that copy engines move in a graph. None, until the engine's way was measured between
+#: GPUs; a prototype was ahead from 128 MiB on (docs/performance.md).
+COPY_ENGINES: Mapping[int, int] = {8: 1 << 40}
 
 #: Tables that a file may say by that of all rows.
 _ROWS = frozenset({"ll128_broadcast", "ll128_reduce_scatter"})
