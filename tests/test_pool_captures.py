@@ -13,6 +13,7 @@ from probes import wait_for_release
 
 import cupy_zc
 from cupy_zc.driver.host import HostDriver
+from cupy_zc.errors import DriverError
 from cupy_zc.memory.blocks import HOT_SIZES
 
 MiB = 1 << 20
@@ -89,7 +90,7 @@ def test_captures_come_and_go_in_one_thread_while_another_one_asks_for_memory(po
     assert not failures
 
 
-@pytest.mark.parametrize("question", [1, 2])
+@pytest.mark.parametrize("question", [1, 2, 3])
 def test_a_capture_that_begins_while_the_last_graph_is_looked_at_is_left_alone(
     pool, driver, monkeypatch, question
 ):
@@ -354,8 +355,16 @@ def test_a_capture_waits_for_work_on_an_array_that_outlived_an_earlier_capture(h
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_memory_of_a_gone_graph_comes_back_while_its_stream_captures_the_next(pool, driver, known):
+def test_memory_of_a_gone_graph_comes_back_while_its_stream_captures_the_next(
+    pool, driver, known, monkeypatch
+):
     """A stream that was not asked for its key before cannot be asked while it captures."""
+
+    def refuse(stream):  # as CUDA does
+        if driver.is_capturing(stream.ptr):
+            raise DriverError("cuStreamGetId", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+        return stream.ptr
+
     stream = driver.make_stream(non_blocking=True)
     with stream:
         if known:
@@ -363,6 +372,7 @@ def test_memory_of_a_gone_graph_comes_back_while_its_stream_captures_the_next(po
             pool.free_all_blocks()
         elif driver.name == "host":
             del stream._cupy_zc_key
+            monkeypatch.setattr(driver, "stream_key", refuse)
         stream.begin_capture()
         pool.malloc(1000)
         graph = stream.end_capture()
@@ -375,6 +385,26 @@ def test_memory_of_a_gone_graph_comes_back_while_its_stream_captures_the_next(po
         driver.current_stream().end_capture()
     gc.collect()
     wait_for_release(pool, lambda: pool.total_bytes() == 0)
+
+
+def test_a_stream_that_cannot_be_asked_for_another_reason_is_told_of_and_nothing_is_lost(
+    host_pool, monkeypatch
+):
+    driver = host_pool.driver
+
+    def refuse(stream):
+        raise DriverError("cuStreamGetId", "CUDA_ERROR_INVALID_HANDLE", 400)
+
+    with driver.make_stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        host_pool.malloc(1000)
+        graph = stream.end_capture()
+    del graph
+    monkeypatch.setattr(driver, "stream_key", refuse)
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        host_pool.free_all_blocks()
+    monkeypatch.undo()
+    wait_for_release(host_pool, lambda: host_pool.total_bytes() == 0)
 
 
 def test_an_array_that_outlives_its_graph_comes_back_to_the_stream(pool, driver):

@@ -9,6 +9,7 @@ is none left.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 from ..errors import DriverError
@@ -25,8 +26,9 @@ class Waiting:
 
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
-        #: Device memory whose only purpose is to be freed.
-        self._spare: dict[int, Any] = {}
+        #: Device memory whose only purpose is to be freed; several pieces where threads waited at
+        #: once, each of which has put one back.
+        self._spare: defaultdict[int, deque[Any]] = defaultdict(deque)
 
     def prepare(self, device: int) -> None:
         """Allocate what :meth:`wait` will free, if that was not done and there is memory for it.
@@ -34,7 +36,7 @@ class Waiting:
         Raises:
             DriverError: the driver refused for another reason than memory.
         """
-        if device not in self._spare:
+        if not self._spare[device]:
             with self._contexts.current(device), relaxed_capture():
                 self._allocate(device)
 
@@ -47,19 +49,27 @@ class Waiting:
         """
         detail = f"device={device}"
         with self._contexts.current(device), relaxed_capture():
-            memory = self._spare.pop(device, None)  # of two threads, one gets it
+            memory = self._take(device)
             if memory is None:
                 self._allocate(device)
-                memory = self._spare.pop(device, None)
+                memory = self._take(device)
             if memory is None:
                 call("cuCtxSynchronize", detail=detail)
                 return
             call("cuMemFree", memory, detail=detail)
-            self._allocate(device)
+            if not self._spare[device]:
+                self._allocate(device)
+
+    def _take(self, device: int) -> Any:
+        try:
+            return self._spare[device].pop()
+        except IndexError:  # none, or another thread waits with it
+            return None
 
     def _allocate(self, device: int) -> None:
+        detail = f"device={device}, size={SPARE}"
         try:
-            self._spare[device] = call("cuMemAlloc", SPARE, detail=f"device={device}, size={SPARE}")
+            self._spare[device].append(call("cuMemAlloc", SPARE, detail=detail))
         except DriverError as error:
             if not error.out_of_memory:
                 raise

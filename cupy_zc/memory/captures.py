@@ -17,7 +17,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..driver.api import Event, GraphLease, capturing
+from ..driver.api import Event, GraphLease
+from ..errors import DriverError
 from .blocks import Home, Segment
 
 if TYPE_CHECKING:
@@ -102,12 +103,15 @@ class Captures:
     def _target(self, stream: Any) -> Home:
         """Where memory of a graph goes that was captured on a stream; None: one that is gone.
 
-        One that captures the next graph may be impossible to ask for its key. Then the memory goes
-        where that of streams goes that are gone: whoever is next gets it.
+        One that captures the next graph, perhaps since just now, may be impossible to ask for its
+        key. Then the memory goes where that of streams goes that are gone: whoever is next gets it.
         """
-        if stream is not None and capturing(self._pool.driver, stream):
-            stream = stream if hasattr(stream, "_cupy_zc_key") else None
-        return self._pool.eager_home(stream)
+        try:
+            return self._pool.eager_home(stream)
+        except DriverError as error:
+            if "CAPTURE" not in error.result:
+                raise
+            return self._pool.eager_home(None)
 
     def _point(self, stream: Any) -> Event | None:
         """A point behind the work of a stream; None where it cannot be asked for one."""
