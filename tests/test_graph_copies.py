@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import threading
 import time
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ import cupy
 import numpy as np
 import pytest
 from collective_workers import collected
-from graph_ranks import Rank, emulated, on_all
+from graph_ranks import Rank, emulated, make, on_all, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_zc import ClosedError, PeerTimeoutError
+import cupy_zc
+from cupy_zc import ClosedError, DriverError, PeerTimeoutError
 from cupy_zc.collectives import device_tables
 from cupy_zc.collectives.call import Call
 from cupy_zc.collectives.device_pulls import pulls_of
@@ -76,6 +78,26 @@ def result_of(operation: Operation, rank: int, n: int, root: int, value: Any) ->
             return [value(giver, rank) for giver in range(n)]
         case _:
             return [value(giver, 0) for giver in range(n)]
+
+
+def gathering(rank: Rank) -> tuple[cupy.ndarray, cupy.ndarray, list[Any]]:
+    """What a rank gives, its number + 1, what it gets, 7, and a graph of all_gather, in a list."""
+    source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
+    rank.fill(source, rank.rank + 1)
+    rank.fill(target, 7)
+    with rank.capturing() as made:
+        rank.comm.all_gather(source, target, COUNT)
+    return source, target, made
+
+
+def is_left_alone(rank: Rank, target: cupy.ndarray, graph: Any) -> None:
+    """A replay of rank 0 without rank 1 is an error that names it, and the GPU works after it."""
+    graph.launch(rank.stream)
+    rank.stream.synchronize()
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        rank.comm.check()
+    rank.fill(target, 3)
+    assert (rank.read(target) == 3).all()
 
 
 @given(st.sampled_from(MOVES), st.integers(1, 8), st.data(), st.integers(1, 5), st.booleans())
@@ -203,18 +225,9 @@ def test_a_rank_that_does_not_replay_is_named_and_keeps_what_it_has(backend: str
     failed = threading.Barrier(2, timeout=20)
 
     def body(rank: Rank) -> None:
-        source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
-        rank.fill(source, rank.rank + 1)
-        rank.fill(target, 7)
-        with rank.capturing() as made:
-            rank.comm.all_gather(source, target, COUNT)
+        _, target, made = gathering(rank)
         if rank.rank == 0:
-            made[0].launch(rank.stream)
-            rank.stream.synchronize()
-            with pytest.raises(PeerTimeoutError, match="rank 1"):
-                rank.comm.check()
-            rank.fill(target, 3)
-            assert (rank.read(target) == 3).all()
+            is_left_alone(rank, target, made[0])
         failed.wait()
         if rank.rank:
             assert (rank.read(target) == 7).all()
@@ -266,10 +279,7 @@ def test_a_replay_alone_finds_what_it_copies_though_the_other_graph_is_gone(back
     gone = threading.Barrier(2, timeout=20)
 
     def body(rank: Rank) -> None:
-        source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
-        rank.fill(source, rank.rank + 1)
-        with rank.capturing() as made:
-            rank.comm.all_gather(source, target, COUNT)
+        source, target, made = gathering(rank)
         segment = source.data.mem.segment
         if rank.rank:
             made.clear()
@@ -278,12 +288,7 @@ def test_a_replay_alone_finds_what_it_copies_though_the_other_graph_is_gone(back
             rank.comm.collect()
         assert segment.pins == 1, "of the graph, here or on the other rank"
         if not rank.rank:
-            made[0].launch(rank.stream)
-            rank.stream.synchronize()
-            with pytest.raises(PeerTimeoutError, match="rank 1"):
-                rank.comm.check()
-            rank.fill(target, 3)
-            assert (rank.read(target) == 3).all()
+            is_left_alone(rank, target, made[0])
         gone.wait()
 
     on_all(backend, body, timeout=2, register="manual")
@@ -293,9 +298,7 @@ def test_a_replay_alone_finds_what_it_copies_though_the_other_graph_is_gone(back
 @pytest.mark.usefixtures("emulated", "_every_row")
 def test_what_a_graph_read_is_let_go_of_when_all_ranks_have_dropped_theirs(backend: str) -> None:
     def body(rank: Rank) -> None:
-        source, target = rank.empty(COUNT), rank.empty(2 * COUNT)
-        with rank.capturing() as made:
-            rank.comm.all_gather(source, target, COUNT)
+        source, _, made = gathering(rank)
         segment = source.data.mem.segment
         made.clear()
         rank.leases_end()
@@ -338,3 +341,36 @@ def test_captures_under_way_at_once_do_not_meet(backend: str) -> None:
         rank.meet()
 
     on_all(backend, body)
+
+
+@pytest.mark.parametrize("backend", ["device, emulated"])
+@pytest.mark.usefixtures("emulated", "_every_row")
+def test_what_cannot_be_unmapped_when_a_graph_is_gone_is_said_in_the_log(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that finds the graph gone may be at anything; it must not get the error."""
+
+    def body(rank: Rank) -> tuple[Any, list[Any]]:
+        *_, made = gathering(rank)
+        rank.stream.synchronize()
+        rank.meet()
+        rank.comm.close(force=True)
+        return rank.comm._registry.windows, made
+
+    def refuse(address: int, size: int) -> None:
+        raise DriverError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", 999)
+
+    comms = make(backend, 2, timeout=20)
+    try:
+        windows, graphs = zip(*run(comms, body), strict=True)
+        with monkeypatch.context() as later, caplog.at_level(logging.ERROR, "cupy_zc"):
+            later.setattr(comms[0]._driver, "unmap", refuse)
+            for made in graphs:
+                made.clear()
+            collected(lambda: (settle(), caplog.text.count("is left behind") == 2)[1])
+        for each in windows:
+            assert each._windows
+            each.close()
+            assert not each._windows
+    finally:
+        cupy_zc.uninstall()
